@@ -1,0 +1,143 @@
+"""One build: from rows and sources to a finished artifact that appears at once or not at all.
+
+Beside the artifact `cpu` live `.cpu.lock` (held while building), `.cpu.tmp` (what is being built) and, for
+a moment, `.cpu.old` (what is being replaced). What a killed build leaves of these, the next one clears.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from build.errors import BuildError
+from build.locks import lock
+from build.manifest import NAME as MANIFEST
+from build.manifest import describe_inputs, find_fault, list_files, write_manifest
+from build.recipes import RECIPES, Job
+from build.render import make_tiers, render_config, to_toml
+from build.rows import ModelRow, TargetRow
+from orchestrator.config import load_tiers
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parent / "model_repository"
+
+# Progress: names a step that takes as long as the `with` block.
+Progress = Callable[[str], AbstractContextManager[None]]
+
+
+def build(
+    target: TargetRow,
+    models: Mapping[str, ModelRow],
+    output: Path,
+    *,
+    cache: Path,
+    progress: Progress,
+    force: bool = False,
+    sources: Path = SOURCES,
+) -> str | None:
+    """Make the artifact of `target` at `output`; returns why it was built, None if it was up to date.
+
+    `sources` is the source repository, `cache` keeps fetched weights. Waits for another build of the same
+    `output`. Raises `BuildError`; `output` is then what it was before.
+    """
+    output = output.absolute()
+    if output.exists() and not _is_ours(output):
+        raise BuildError(
+            f"--output: {output} is there and is no artifact; name a folder that the build may replace"
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with lock(_beside(output, "lock")):
+        _clear(output)
+        inputs = describe_inputs(target, models, _code(target, sources))
+        fault = "asked for by --force" if force else find_fault(output, inputs)
+        if fault is None:
+            return None
+        work = _beside(output, "tmp")
+        try:
+            _compile(target, models, work, cache, sources, progress)
+            with progress("write manifest"):
+                write_manifest(work, inputs)
+            _publish(work, output)
+        finally:
+            _clear(output)
+        return fault
+
+
+def _code(target: TargetRow, sources: Path) -> dict[str, Path]:
+    """The files that decide the result, besides rows and weights: ours, and the sources of the models."""
+    files = {f"build/{path.name}": path for path in sorted(HERE.glob("*.py"))}
+    for name in target.models:
+        files |= {path.relative_to(sources).as_posix(): path for path in list_files(sources / name)}
+    return files
+
+
+def _compile(
+    target: TargetRow,
+    models: Mapping[str, ModelRow],
+    root: Path,
+    cache: Path,
+    sources: Path,
+    progress: Progress,
+) -> None:
+    """Everything but the manifest, into `root`."""
+    repository = root / "model_repository"
+    for name, settings in target.models.items():
+        source = sources / name
+        if not (source / "config.pbtxt").is_file():
+            raise BuildError(
+                f"target {target.name!r} has model {name!r}, but {source}/config.pbtxt does not exist"
+            )
+        with progress(f"{name}: render"):
+            shutil.copytree(source, repository / name, ignore=shutil.ignore_patterns("__pycache__"))
+            model = models[settings.model] if settings.model else None
+            (repository / name / "config.pbtxt").write_text(
+                f"# Target {target.name}, rendered by python -m build.\n"
+                + render_config(source / "config.pbtxt", settings, model),
+                encoding="utf-8",
+            )
+    for name, (row, parameters) in target.engines.items():
+        job = Job(models[row], repository / name / "1", cache)
+        job.folder.mkdir(exist_ok=True)
+        for step in RECIPES[parameters.engine].steps:
+            with progress(f"{name}: {step.name}"):
+                step.run(job)
+    with progress("tiers"):
+        tiers = root / "tiers.toml"
+        tiers.write_text(
+            to_toml(make_tiers(target, models).model_dump(mode="json")).lstrip(), encoding="utf-8"
+        )
+        load_tiers(tiers)
+
+
+def _publish(work: Path, output: Path) -> None:
+    """Put the finished `work` in the place of `output`; `_clear` removes what was there."""
+    if output.exists():
+        os.rename(output, _beside(output, "old"))
+    os.rename(work, output)
+    folder = os.open(output.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _clear(output: Path) -> None:
+    """Remove what a build left beside `output`, and bring `output` back if the swap was cut short."""
+    shutil.rmtree(_beside(output, "tmp"), ignore_errors=True)
+    old = _beside(output, "old")
+    if old.exists() and not output.exists():
+        os.rename(old, output)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_ours(output: Path) -> bool:
+    """Whether `output` is an artifact, whole or damaged: replacing it takes nothing else away."""
+    parts = {MANIFEST, "tiers.toml", "model_repository"}
+    return output.is_dir() and not output.is_symlink() and {path.name for path in output.iterdir()} <= parts
+
+
+def _beside(output: Path, kind: str) -> Path:
+    return output.with_name(f".{output.name}.{kind}")

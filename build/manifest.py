@@ -1,0 +1,107 @@
+"""manifest.json: what an artifact was made from and every file it consists of.
+
+Equal inputs give an equal manifest, byte for byte: no times, no host names, no paths of this machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from build.errors import BuildError
+from build.fetch import sha256
+from build.recipes import RECIPES
+from build.rows import ModelRow, TargetRow
+
+NAME = "manifest.json"
+SCHEMA = 1
+
+# These take part whatever the target is; its recipes name more.
+COMMON_TOOLS = ("protobuf", "pydantic", "tritonclient")
+
+
+def describe_inputs(
+    target: TargetRow, models: Mapping[str, ModelRow], code: Mapping[str, Path]
+) -> dict[str, Any]:
+    """The manifest without its files: everything that decides the result, and `inputs_sha256` over it.
+
+    `code` names the files of the compiler and of the source repository that take part. Raises `BuildError`
+    when a tool is not installed.
+    """
+    engines = {parameters.engine for _, parameters in target.engines.values()}
+    tools = {*COMMON_TOOLS, *(tool for engine in engines for tool in RECIPES[engine].tools)}
+    inputs = {
+        "schema": SCHEMA,
+        "target": target.name,
+        "row": target.model_dump(mode="json"),
+        "models": {name: model.model_dump(mode="json") for name, model in models.items()},
+        "sources": {
+            model.gguf.package: {
+                "version": model.gguf.version,
+                "file": model.gguf.file,
+                "sha256": model.gguf.sha256,
+            }
+            for model in models.values()
+        },
+        "tools": {tool: _version(tool) for tool in tools} | {"python": platform.python_version()},
+    }
+    decides = inputs | {"code": {name: sha256(path) for name, path in code.items()}}
+    return inputs | {"inputs_sha256": hashlib.sha256(_to_bytes(decides)).hexdigest()}
+
+
+def write_manifest(root: Path, inputs: Mapping[str, Any]) -> None:
+    """Write manifest.json last: it and every file it names have reached the disk when this returns."""
+    files = {}
+    for path in list_files(root):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[path.relative_to(root).as_posix()] = _entry(path)
+    with (root / NAME).open("wb") as file:
+        file.write(_to_bytes({**inputs, "files": files}))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def find_fault(root: Path, inputs: Mapping[str, Any]) -> str | None:
+    """Why the artifact at `root` is not what a build from `inputs` would make; None if it is."""
+    if not root.exists():
+        return "not built yet"
+    try:
+        found = json.loads((root / NAME).read_bytes())
+        files = found.pop("files")
+        if found != inputs:
+            return "rows, sources, code or tools changed"
+        present = [path for path in list_files(root) if path != root / NAME]
+        entries = {path.relative_to(root).as_posix(): _entry(path) for path in present}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return f"{NAME} is missing or damaged: {error}"
+    changed = sorted(name for name in files.keys() | entries.keys() if files.get(name) != entries.get(name))
+    return f"{changed[0]} is damaged, missing or new" if changed else None
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Every file below `folder`, sorted; not what Python compiles beside the sources."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"sha256": sha256(path), "bytes": path.stat().st_size}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise BuildError(
+            f"the build needs package {package}, which is not installed; pip install -e '.[cpu]'"
+        ) from None
+
+
+def _to_bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,98 @@
+"""config.pbtxt and tiers.toml of an artifact.
+
+A config is parsed into Triton's own `ModelConfig`, the target's settings are merged into the message, and the
+message is written out: there is no template, so nothing can stay unfilled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from build.errors import BuildError
+from build.rows import ModelRow, TargetRow, TierRow, TritonModel
+from orchestrator.config import Tier, Tiers
+
+
+def render_config(source: Path, settings: TritonModel, model: ModelRow | None) -> str:
+    """The config.pbtxt at `source` with a target's `settings` merged in, as text.
+
+    `model` is the language model behind an engine, None for other models. Raises `BuildError` if the source
+    does not parse or already says what only a target may say.
+    """
+    config = model_config_pb2.ModelConfig()
+    try:
+        text_format.Parse(source.read_text(encoding="utf-8"), config)
+    except text_format.ParseError as error:
+        raise BuildError(f"{source}: not a Triton model configuration: {error}") from error
+    for field in ("backend", "platform", "instance_group", "parameters"):
+        if getattr(config, field):
+            raise BuildError(f"{source}: {field}: the source is target-neutral; set it in the targets' rows")
+    config.backend = settings.backend
+    config.max_batch_size = settings.max_batch_size
+    config.instance_group.add(
+        kind=model_config_pb2.ModelInstanceGroup.Kind.Value(settings.instance_kind),
+        count=settings.instance_count,
+    )
+    for key, value in engine_parameters(settings, model).items():
+        config.parameters[key].string_value = value
+    text: str = text_format.MessageToString(config)
+    return text
+
+
+def engine_parameters(settings: TritonModel, model: ModelRow | None) -> dict[str, str]:
+    """What an engine reads from its configuration: the target's parameters, and two numbers of the model."""
+    if settings.parameters is None or model is None:
+        return {}
+    values = settings.parameters.model_dump() | {
+        "context_window": model.architecture.context_window,
+        "vocab_size": model.architecture.vocab_size,
+    }
+    return {
+        key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()
+    }
+
+
+def make_tiers(target: TargetRow, models: Mapping[str, ModelRow]) -> Tiers:
+    """The target's tiers with what the orchestrator must know of the model behind each."""
+    return Tiers(
+        tier=[_tier(row, models[target.engines[row.model][0]]) for row in target.tiers], limits=target.limits
+    )
+
+
+def _tier(row: TierRow, model: ModelRow) -> Tier:
+    return Tier(
+        name=row.name,
+        model=row.model,
+        tokenizer=f"model_repository/{row.model}/1/tokenizer",
+        context_window=model.architecture.context_window,
+        end_id=model.token_ids.end,
+        pad_id=model.token_ids.pad,
+        input_price_per_million_tokens=row.input_price_per_million_tokens,
+        output_price_per_million_tokens=row.output_price_per_million_tokens,
+        generation=row.generation,
+    )
+
+
+def to_toml(table: Mapping[str, Any], path: str = "") -> str:
+    """TOML of nested tables and lists of tables; leaves are strings, booleans and numbers."""
+    # Plain keys first: TOML would count one that follows a sub-table to the sub-table.
+    lines = [
+        f"{key} = {_leaf(value)}\n" for key, value in table.items() if not isinstance(value, (dict, list))
+    ]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines.append(f"\n[{path}{key}]\n{to_toml(value, f'{path}{key}.')}")
+        elif isinstance(value, list):
+            lines.extend(f"\n[[{path}{key}]]\n{to_toml(item, f'{path}{key}.')}" for item in value)
+    return "".join(lines)
+
+
+def _leaf(value: str | bool | int | float) -> str:
+    # JSON's strings, booleans and numbers are TOML's too, except for one control character that JSON allows.
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007F")

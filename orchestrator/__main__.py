@@ -1,0 +1,107 @@
+"""The command line: `python -m orchestrator serve|chat`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.chat import ChatError, chat_loop, chat_once
+from orchestrator.triton.ports import FLAGS, LOOPBACK, Ports
+from orchestrator.triton.process import StartError
+from orchestrator.triton.supervisor import ServeOptions, serve
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code (argparse itself exits with 2 on wrong usage)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m orchestrator", description="Real-time AI on NVIDIA Triton."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_serve(commands.add_parser("serve", help="run Triton and the gateway from an artifact"))
+    _add_chat(commands.add_parser("chat", help="talk to a running server in the terminal"))
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except (StartError, ChatError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130  # as a shell reports an end by Ctrl-C
+    return 0
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", type=Path, help="what `python -m build` made, such as artifacts/cpu")
+    parser.add_argument(
+        "--host", default=ServeOptions.host, help="where the gateway listens (default %(default)s)"
+    )
+    for flag, port in zip(FLAGS, Ports()):
+        parser.add_argument(
+            flag, type=_port, default=port, metavar="PORT", help="default %(default)s; 0 = choose a free one"
+        )
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="logs and serve.json (default .run/<port>)"
+    )
+    parser.add_argument(
+        "--drain-timeout-s",
+        type=_seconds,
+        default=ServeOptions.drain_timeout_s,
+        metavar="S",
+        help="how long running requests may take to end after SIGTERM (default %(default)s)",
+    )
+    parser.set_defaults(run=_serve)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    serve(
+        ServeOptions(
+            artifact=options.artifact,
+            run_dir=options.run_dir or Path(".run", str(options.port)),
+            host=options.host,
+            ports=Ports(
+                options.port, options.triton_http_port, options.triton_grpc_port, options.triton_metrics_port
+            ),
+            drain_timeout_s=options.drain_timeout_s,
+        )
+    )
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url", default=f"http://{LOOPBACK}:{Ports().gateway}", help="the gateway (default %(default)s)"
+    )
+    parser.add_argument("--model", default="auto", help="a tier, a model, or auto (default)")
+    parser.add_argument("--once", metavar="QUESTION", help="ask this one question instead of talking")
+    parser.add_argument(
+        "--json", action="store_true", help="with --once: end with the facts as one JSON line"
+    )
+    parser.set_defaults(run=_chat)
+
+
+def _chat(options: argparse.Namespace) -> None:
+    if options.once is None:
+        chat_loop(options.url, options.model)
+    else:
+        chat_once(options.url, options.once, options.model, as_json=options.json)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; allowed: 1 to 65535, or 0 for a free one")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; seconds from 0 to 3600")
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The tensor contracts, each spelled once.
+
+* ``orchestrator``: one OpenAI request as JSON in, OpenAI events as JSON out.
+* ``llm_*`` engines: token ids in, token ids out, by the contract of TensorRT-LLM 1.2's C++ Triton backend
+  (model ``inflight_batcher_llm/tensorrt_llm``), whatever engine runs behind it.
+
+Code names tensors through the constants below; a test holds every config.pbtxt equal to the tuples.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ORCHESTRATOR_MODEL = "orchestrator"
+
+# Request headers that Triton forwards as request parameters; a client can also set parameters of these names,
+# so whoever reads one validates it.
+FORWARDED_HEADERS = (
+    "authorization",
+    "x-request-id",
+    "x-deadline-ms",
+    "traceparent",
+    "tracestate",
+    "cache-control",
+)
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a model, as config.pbtxt declares it.
+
+    ``dims`` leaves out the batch dimension; -1 is a dynamic length. ``scalar`` marks the tensors that NVIDIA
+    declares with dims [1] and reshapes to [] (clients send [batch, 1], the model receives [batch]).
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...] = (1,)
+    optional: bool = True
+    scalar: bool = False
+
+
+# --- orchestrator ------------------------------------------------------------------------------------------
+
+REQUEST = TensorSpec("request", "TYPE_STRING", optional=False)
+EVENT = TensorSpec("event", "TYPE_STRING", optional=False)
+
+
+# --- engines -----------------------------------------------------------------------------------------------
+
+
+def _scalar(name: str, dtype: str, *, optional: bool = True) -> TensorSpec:
+    return TensorSpec(name, dtype, (1,), optional, scalar=True)
+
+
+def _vector(name: str, dtype: str, *dims: int) -> TensorSpec:
+    return TensorSpec(name, dtype, dims or (-1,))
+
+
+INPUT_IDS = _vector("input_ids", "TYPE_INT32")
+INPUT_LENGTHS = _scalar("input_lengths", "TYPE_INT32", optional=False)
+REQUEST_OUTPUT_LEN = _scalar("request_output_len", "TYPE_INT32", optional=False)
+END_ID = _scalar("end_id", "TYPE_INT32")
+PAD_ID = _scalar("pad_id", "TYPE_INT32")
+TEMPERATURE = _scalar("temperature", "TYPE_FP32")
+RUNTIME_TOP_K = _scalar("runtime_top_k", "TYPE_INT32")
+RUNTIME_TOP_P = _scalar("runtime_top_p", "TYPE_FP32")
+REPETITION_PENALTY = _scalar("repetition_penalty", "TYPE_FP32")
+PRESENCE_PENALTY = _scalar("presence_penalty", "TYPE_FP32")
+FREQUENCY_PENALTY = _scalar("frequency_penalty", "TYPE_FP32")
+MIN_TOKENS = _scalar("min_tokens", "TYPE_INT32")
+SEED = _scalar("seed", "TYPE_UINT64")
+EXCLUDE_INPUT_IN_OUTPUT = _scalar("exclude_input_in_output", "TYPE_BOOL")
+STREAMING = _scalar("streaming", "TYPE_BOOL")
+STOP = _scalar("stop", "TYPE_BOOL")
+
+OUTPUT_IDS = TensorSpec("output_ids", "TYPE_INT32", (-1, -1), optional=False)
+SEQUENCE_LENGTH = TensorSpec("sequence_length", "TYPE_INT32", (-1,), optional=False)
+
+# A request parameter of our engine models: in which output the caller wants an error, as bytes of UTF-8 text.
+# Triton 2.51 garbles an error response on its way to a BLS caller (the stub reads an id and a final flag that were
+# never written: the caller hangs or its process crashes), so the orchestrator asks for errors as data, in the one
+# output of the contract that holds opaque bytes. NVIDIA's backend does not know the parameter and sends errors.
+ERROR_OUTPUT = "error_output"
+CONTEXT_PHASE_PARAMS = TensorSpec("context_phase_params", "TYPE_UINT8", (-1,))
+
+# In NVIDIA's order. Typed by hand from TensorRT-LLM's template; types that the template leaves to the build
+# are FP32 for logits and FP16 for embedding tables and encoder features.
+ENGINE_INPUTS: tuple[TensorSpec, ...] = (
+    INPUT_IDS,
+    _vector("encoder_input_features", "TYPE_FP16", -1, -1),
+    _scalar("encoder_output_lengths", "TYPE_INT32"),
+    INPUT_LENGTHS,
+    REQUEST_OUTPUT_LEN,
+    _scalar("num_return_sequences", "TYPE_INT32"),
+    _vector("draft_input_ids", "TYPE_INT32"),
+    _vector("decoder_input_ids", "TYPE_INT32"),
+    _scalar("decoder_input_lengths", "TYPE_INT32"),
+    _vector("draft_logits", "TYPE_FP32", -1, -1),
+    _scalar("draft_acceptance_threshold", "TYPE_FP32"),
+    END_ID,
+    PAD_ID,
+    _vector("stop_words_list", "TYPE_INT32", 2, -1),
+    _vector("bad_words_list", "TYPE_INT32", 2, -1),
+    _vector("embedding_bias", "TYPE_FP32"),
+    _scalar("beam_width", "TYPE_INT32"),
+    TEMPERATURE,
+    RUNTIME_TOP_K,
+    RUNTIME_TOP_P,
+    _scalar("runtime_top_p_min", "TYPE_FP32"),
+    _scalar("runtime_top_p_decay", "TYPE_FP32"),
+    _scalar("runtime_top_p_reset_ids", "TYPE_INT32"),
+    _scalar("len_penalty", "TYPE_FP32"),
+    _scalar("early_stopping", "TYPE_BOOL"),
+    REPETITION_PENALTY,
+    MIN_TOKENS,
+    _scalar("beam_search_diversity_rate", "TYPE_FP32"),
+    PRESENCE_PENALTY,
+    FREQUENCY_PENALTY,
+    SEED,
+    _scalar("return_log_probs", "TYPE_BOOL"),
+    _scalar("return_context_logits", "TYPE_BOOL"),
+    _scalar("return_generation_logits", "TYPE_BOOL"),
+    _scalar("return_perf_metrics", "TYPE_BOOL"),
+    _scalar("return_num_input_tokens", "TYPE_BOOL"),
+    _scalar("return_num_output_tokens", "TYPE_BOOL"),
+    EXCLUDE_INPUT_IN_OUTPUT,
+    STOP,
+    STREAMING,
+    _vector("prompt_embedding_table", "TYPE_FP16", -1, -1),
+    _vector("prompt_table_extra_ids", "TYPE_UINT64"),
+    _scalar("prompt_vocab_size", "TYPE_INT32"),
+    _vector("cross_attention_mask", "TYPE_BOOL", -1, -1),
+    _vector("mrope_rotary_cos_sin", "TYPE_FP32"),
+    _vector("mrope_position_deltas", "TYPE_INT64", 1),
+    _scalar("lora_task_id", "TYPE_UINT64"),
+    _vector("lora_weights", "TYPE_FP16", -1, -1),
+    _vector("lora_config", "TYPE_INT32", -1, 3),
+    _vector("context_phase_params", "TYPE_UINT8"),
+    _vector("skip_cross_attn_blocks", "TYPE_BOOL", 1),
+    _vector("retention_token_range_starts", "TYPE_INT32"),
+    _vector("retention_token_range_ends", "TYPE_INT32"),
+    _vector("retention_token_range_priorities", "TYPE_INT32"),
+    _vector("retention_token_range_durations_ms", "TYPE_INT32"),
+    _vector("retention_decode_priority", "TYPE_INT32", 1),
+    _vector("retention_decode_duration_ms", "TYPE_INT32", 1),
+    _vector("guided_decoding_guide_type", "TYPE_STRING", 1),
+    _vector("guided_decoding_guide", "TYPE_STRING", 1),
+    _vector("lookahead_window_size", "TYPE_INT32", 1),
+    _vector("lookahead_ngram_size", "TYPE_INT32", 1),
+    _vector("lookahead_verification_set_size", "TYPE_INT32", 1),
+)
+
+ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
+    OUTPUT_IDS,
+    SEQUENCE_LENGTH,
+    TensorSpec("cum_log_probs", "TYPE_FP32", (-1,)),
+    TensorSpec("output_log_probs", "TYPE_FP32", (-1, -1)),
+    TensorSpec("context_logits", "TYPE_FP32", (-1, -1)),
+    TensorSpec("generation_logits", "TYPE_FP32", (-1, -1, -1)),
+    TensorSpec("batch_index", "TYPE_INT32"),
+    TensorSpec("sequence_index", "TYPE_INT32"),
+    CONTEXT_PHASE_PARAMS,
+    TensorSpec("kv_cache_alloc_new_blocks", "TYPE_INT32"),
+    TensorSpec("kv_cache_reused_blocks", "TYPE_INT32"),
+    TensorSpec("kv_cache_alloc_total_blocks", "TYPE_INT32"),
+    TensorSpec("arrival_time_ns", "TYPE_INT64"),
+    TensorSpec("first_scheduled_time_ns", "TYPE_INT64"),
+    TensorSpec("first_token_time_ns", "TYPE_INT64"),
+    TensorSpec("last_token_time_ns", "TYPE_INT64"),
+    TensorSpec("acceptance_rate", "TYPE_FP32"),
+    TensorSpec("total_accepted_draft_tokens", "TYPE_INT32"),
+    TensorSpec("total_draft_tokens", "TYPE_INT32"),
+    TensorSpec("num_input_tokens", "TYPE_INT32"),
+    TensorSpec("num_output_tokens", "TYPE_INT32"),
+)

@@ -1,0 +1,108 @@
+"""What a python-backend `llm_*` model runs: token ids in, token ids out.
+
+`Engine` is the seam the Triton model talks to. An engine that is a step function at heart (OpenVINO GenAI, the
+scripted one) is a `Stepper`; `engines.stepped` gives it the thread that steps it. `create_engine` chooses by the
+name the target's row gives, and only then imports the heavy library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+
+class EngineRefusal(Exception):
+    """This request cannot be run; the text names the tensor, its value and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to generate.
+
+    `input_ids` are the prompt's token ids. At most `max_new_tokens` are generated. `end_id` of None never stops.
+    Sampling is greedy unless `sample` is true; `top_k` of 0 means all tokens, `seed` of None a random one.
+    """
+
+    request_id: str
+    input_ids: list[int]
+    max_new_tokens: int
+    end_id: int | None = None
+    min_tokens: int = 0
+    sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+
+
+class Chunk(NamedTuple):
+    """New tokens of one request. The last chunk has `finished` true and may be empty; `error` ends it as failed."""
+
+    token_ids: list[int]
+    finished: bool = False
+    error: str | None = None
+
+
+Deliver = Callable[[Chunk], None]
+
+
+class Engine(Protocol):
+    """Runs many requests at once. Every accepted request ends with exactly one finished chunk.
+
+    An engine that failed for good ends every request with an error chunk, then refuses every call.
+    """
+
+    def add(self, request: EngineRequest, deliver: Deliver) -> None:
+        """Start a request; `deliver` is called from the engine's thread and must not block.
+
+        Raises `EngineRefusal` when the engine cannot run it.
+        """
+
+    def stop(self, request_id: str) -> None:
+        """End a request now, with an empty finished chunk. An unknown or finished id is not an error.
+
+        Raises `EngineRefusal` when the engine has failed.
+        """
+
+    def close(self) -> None:
+        """End every request with an error and free the engine."""
+
+
+class Stepper(Protocol):
+    """An engine that advances when told to, from one thread."""
+
+    def add(self, request: EngineRequest) -> None:
+        """Take in a request, to be run from the next step on. Raises `EngineRefusal`."""
+
+    def stop(self, request_id: str) -> None:
+        """Forget a request; no step that begins after this one computes for it."""
+
+    def step(self) -> dict[str, Chunk]:
+        """Run one decode step over all live requests; returns what is new, by request id."""
+
+    def has_requests(self) -> bool:
+        """Whether a step would do anything."""
+
+
+def create_engine(parameters: Mapping[str, str], model_dir: Path) -> Engine:
+    """The engine that `parameters["engine"]` names, loaded from `model_dir` (the model's version folder).
+
+    Raises `ValueError` for an engine that does not exist or a parameter it does not know.
+    """
+    from orchestrator.engines.stepped import SteppedEngine
+
+    name = parameters.get("engine", "")
+    if name == "openvino":
+        from orchestrator.engines.openvino import OpenVINOStepper
+
+        return SteppedEngine(OpenVINOStepper.load(model_dir, parameters))
+    if name == "scripted":
+        from orchestrator.engines.scripted import ScriptedStepper
+
+        return SteppedEngine(ScriptedStepper.load(model_dir, parameters))
+    raise ValueError(f"parameters.engine: {name!r} is not an engine; one of 'openvino', 'scripted'")

@@ -1,0 +1,100 @@
+"""Every error a caller can receive, sorted by who can act on it.
+
+    ApiError
+    ├── InvalidRequestError      400  the caller: fix the field named in `param`
+    ├── ModelNotFoundError       404  the caller: ask for a model that exists
+    ├── OverloadedError          503  the caller: try again later
+    ├── ShuttingDownError        503  the caller: try again, on another server
+    ├── CancelledError           499  nobody: the caller left
+    ├── EngineError              502  the operator: the engine failed or answered nonsense
+    └── InternalError            500  us
+
+An error travels from the orchestrator to the gateway as the message of a Triton error: OpenAI's error object as
+JSON, because Triton's gRPC stream carries a text and no code. `from_message` is the way back.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class ApiError(Exception):
+    """An error in OpenAI's shape: `message`, `type`, `param`, `code`, and the HTTP status that fits it."""
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object: ``{"error": {"message", "type", "param", "code"}}``."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def to_message(self) -> str:
+        """The text that carries this error through Triton."""
+        return json.dumps(self.body(), ensure_ascii=False)
+
+
+class InvalidRequestError(ApiError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ModelNotFoundError(ApiError):
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class OverloadedError(ApiError):
+    status = 503
+    code = "overloaded"
+
+
+class ShuttingDownError(ApiError):
+    status = 503
+    code = "shutting_down"
+
+
+class CancelledError(ApiError):
+    status = 499  # nginx's "client closed request"; nobody is left to read it
+    type = "cancelled"
+    code = "cancelled"
+
+
+class EngineError(ApiError):
+    status = 502
+    code = "engine_error"
+
+
+class InternalError(ApiError):
+    pass
+
+
+_BY_CODE: dict[str, type[ApiError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidRequestError,
+        ModelNotFoundError,
+        OverloadedError,
+        ShuttingDownError,
+        CancelledError,
+        EngineError,
+        InternalError,
+    )
+}
+
+
+def from_message(message: str) -> ApiError:
+    """The error that `to_message` wrote; any other text is Triton's own and becomes an `EngineError`."""
+    try:
+        error = json.loads(message)["error"]
+        return _BY_CODE[error["code"]](error["message"], param=error["param"])
+    except (ValueError, KeyError, TypeError):
+        return EngineError(message)

@@ -1,0 +1,1 @@
+"""From token ids to OpenAI's events: detokenising, stop strings, chunks."""

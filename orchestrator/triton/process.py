@@ -1,0 +1,72 @@
+"""One child process of `serve`: started with a log file, watched, stopped, never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from orchestrator.triton import die_with_parent
+
+POLL_INTERVAL_S = 0.05
+LOG_TAIL_LINES = 30
+
+
+class StartError(Exception):
+    """Something the operator must fix before (or because) `serve` cannot run; the text says what and how."""
+
+
+class Child:
+    """A running child. Its stdout and stderr go to `log`; it leads its own process group.
+
+    An own group, because Ctrl-C reaches every process of the terminal's group at once, and the children must
+    end in order; and because a hard stop must also reach what a child has started (Triton's Python stubs).
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self.log = log
+        wrapper = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())]
+        with log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                [*wrapper, *command],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self, timeout_s: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """SIGTERM, then wait; SIGKILL to the whole group after `timeout_s`, or as soon as `is_urgent()`."""
+        if self.is_running():
+            self._process.send_signal(signal.SIGTERM)
+        deadline_s = time.monotonic() + timeout_s
+        while self.is_running() and time.monotonic() < deadline_s and not is_urgent():
+            time.sleep(POLL_INTERVAL_S)
+        try:
+            os.killpg(self.pid, signal.SIGKILL)  # also when it ended by itself: it may have left children
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+    def obituary(self) -> str:
+        """How a dead child ended, with the last lines of its log."""
+        code = self._process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        tail = "\n".join(f"  | {line}" for line in lines) or "  | (empty)"
+        return f"{self.name} (pid {self.pid}) {how}\nlast lines of {self.log}:\n{tail}"

@@ -1,0 +1,181 @@
+"""Which Triton runs here, and with which command line and environment.
+
+Looked for in this order: `tritonserver` in PATH, /opt/tritonserver (the container), nvidia-pytriton. Of the last,
+only the server inside is used: it is never imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping
+from ctypes.util import find_library
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.contracts import FORWARDED_HEADERS
+from orchestrator.triton.ports import LOOPBACK, Ports
+from orchestrator.triton.process import StartError
+
+_PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+_STUB = "triton_python_backend_stub"
+
+# Open: health, metadata and inference. Everything else can change what the server runs or watch what it does.
+# Both protocols get the whole list, because restricting one leaves the other open.
+RESTRICTED_APIS = ("model-repository", "model-config", "shared-memory", "trace", "logging", "statistics")
+_RESTRICTED_KEY_HEADER = "x-triton-realtime-key"
+
+# Exactly our headers: Triton matches anywhere in the name (RE2 PartialMatch), hence the anchors.
+HEADER_PATTERN = f"(?i)^({'|'.join(FORWARDED_HEADERS)})$"
+
+# A stub that loads an LLM answers its first health check late on a busy machine; Triton's default is 30 s.
+_STUB_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class TritonInstall:
+    """A Triton server on this machine.
+
+    `source` says where it was found. `package` is the folder of nvidia-pytriton's server, whose libraries and
+    stub need a hand (see `launch`); None for an installation that is complete by itself.
+    """
+
+    binary: Path
+    source: str
+    package: Path | None = None
+
+
+@dataclass(frozen=True)
+class TritonLaunch:
+    """A command line and the whole environment to run it in. Never log `command`: it holds the key."""
+
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def find_triton(search_path: str, container: Path = Path("/opt/tritonserver")) -> TritonInstall:
+    """The first Triton of the three places that can run Python models for this Python.
+
+    Raises `StartError` when there is none, or when its Python backend is for another Python version.
+    """
+    if in_path := shutil.which("tritonserver", path=search_path):
+        return _complete(Path(in_path).resolve(), "PATH")
+    if (binary := container / "bin" / "tritonserver").is_file():
+        return _complete(binary, str(container))
+    # The spec of the parent alone: looking for `pytriton.tritonserver` would import pytriton.
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or not spec.submodule_search_locations:
+        raise StartError(
+            f"no Triton server found: neither `tritonserver` in PATH, nor {container}, nor nvidia-pytriton in "
+            f"{sys.prefix}\nfix: pip install -c constraints.txt -e '.[cpu,gateway]', or Triton's container"
+        )
+    package = Path(spec.submodule_search_locations[0]) / "tritonserver"
+    source = f"nvidia-pytriton {importlib.metadata.version('nvidia-pytriton')}"
+    stubs = {stub.parent.name for stub in package.glob(f"python_backend_stubs/*/{_STUB}")}
+    if _PYTHON not in stubs:
+        raise _wrong_python(source, ", ".join(sorted(stubs)))
+    return TritonInstall(package / "bin" / "tritonserver", source, package)
+
+
+def launch(
+    install: TritonInstall,
+    *,
+    model_repository: Path,
+    ports: Ports,
+    run_dir: Path,
+    shm_prefix: str,
+    restricted_key: str,
+    exit_timeout_s: int,
+    environ: Mapping[str, str],
+) -> TritonLaunch:
+    """How to start `install` on loopback, serving `model_repository`, all models at boot and none after it.
+
+    Writes only below `run_dir`. `shm_prefix` begins the names of everything it puts into /dev/shm.
+    `restricted_key` is what callers of the restricted APIs must send; processes of the same user can read it
+    in the command line.
+    Raises `StartError` when the Python stub's libpython cannot be found.
+    """
+    restricted = f"{','.join(RESTRICTED_APIS)}:{_RESTRICTED_KEY_HEADER}={restricted_key}"
+    command = [
+        str(install.binary),
+        f"--model-repository={model_repository}",
+        "--model-control-mode=none",
+        "--disable-auto-complete-config",  # ours are complete; completing starts every Python stub twice
+        f"--http-address={LOOPBACK}",
+        f"--http-port={ports.triton_http}",
+        f"--grpc-address={LOOPBACK}",
+        f"--grpc-port={ports.triton_grpc}",
+        f"--metrics-address={LOOPBACK}",
+        f"--metrics-port={ports.triton_metrics}",
+        f"--http-header-forward-pattern={HEADER_PATTERN}",
+        f"--grpc-header-forward-pattern={HEADER_PATTERN}",
+        f"--http-restricted-api={restricted}",
+        f"--grpc-restricted-protocol={restricted}",
+        f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
+        f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
+        f"--exit-timeout-secs={exit_timeout_s}",
+    ]
+    # The Python stub runs isolated: it ignores PYTHONPATH and has the packages of the first python3 in PATH.
+    env = dict(environ)
+    env["PATH"] = _search_path(Path(sys.executable).parent, environ.get("PATH"))
+    env["PYTHONUNBUFFERED"] = "1"
+    if install.package is not None:
+        command.append(f"--backend-directory={_link_backends(install.package, run_dir)}")
+        libraries = [install.package.parents[1] / "nvidia_pytriton.libs", _libpython_folder()]
+        env["LD_LIBRARY_PATH"] = _search_path(*libraries, environ.get("LD_LIBRARY_PATH"))
+    return TritonLaunch(tuple(command), env)
+
+
+def _complete(binary: Path, source: str) -> TritonInstall:
+    """An installation as NVIDIA lays it out; its only stub must be linked with this Python's libpython."""
+    stub = binary.parent.parent / "backends" / "python" / _STUB
+    if stub.is_file():
+        linked = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
+        if linked is not None and linked[1].decode() != _PYTHON:
+            raise _wrong_python(f"Triton in {source}", linked[1].decode())
+    return TritonInstall(binary, source)
+
+
+def _wrong_python(source: str, supported: str) -> StartError:
+    return StartError(
+        f"wrong Python: this is {_PYTHON}, and the Python backend of {source} is for {supported}\n"
+        "fix: run serve with such a Python (TRITON_REALTIME_PYTHON=python3.11 scripts/serve)"
+    )
+
+
+def _link_backends(package: Path, run_dir: Path) -> Path:
+    """A backend folder with the Python backend and this Python's stub; the package keeps its stubs apart."""
+    folder = run_dir / "backends" / "python"
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in [
+        *(package / "backends" / "python").glob("*.*"),
+        package / "python_backend_stubs" / _PYTHON / _STUB,
+    ]:
+        link = folder / file.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(file)
+    return folder.parent
+
+
+def _search_path(*parts: Path | str | None) -> str:
+    """Folders joined with colons, without empty ones: to a loader an empty one is the current directory."""
+    return ":".join(str(part) for part in parts if part)
+
+
+def _libpython_folder() -> Path | None:
+    """Where the stub's libpython lies; None when the dynamic loader finds it by itself."""
+    library = f"libpython{_PYTHON}.so.1.0"
+    folder = sysconfig.get_config_var("LIBDIR")
+    if folder and (Path(folder) / library).exists():
+        return Path(folder)
+    if find_library(f"python{_PYTHON}"):
+        return None
+    raise StartError(
+        f"{library} not found: Triton's Python stub is linked with it, and {sys.base_prefix} comes without\n"
+        f"fix: apt-get install libpython{_PYTHON}, or a Python built with --enable-shared "
+        "(TRITON_REALTIME_PYTHON chooses one for the scripts)"
+    )

@@ -1,0 +1,155 @@
+"""config.pbtxt and tiers.toml: the contract, and the target's settings merged into it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc import model_config_pb2
+
+from build.compiler import SOURCES
+from build.errors import BuildError
+from build.render import engine_parameters, make_tiers, render_config, to_toml
+from build.rows import list_targets, load_models, load_target
+from orchestrator import contracts
+from orchestrator.config import load_tiers
+from orchestrator.contracts import TensorSpec
+from orchestrator.engines import scripted
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DataType = model_config_pb2.DataType
+
+
+def parse(text: str) -> Any:
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
+
+
+def render(target_name: str, name: str) -> Any:
+    target = load_target(target_name)
+    settings = target.models[name]
+    model = load_models(target)[settings.model] if settings.model else None
+    return parse(render_config(SOURCES / name / "config.pbtxt", settings, model))
+
+
+def spec(tensor: Any) -> TensorSpec:
+    scalar = tensor.HasField("reshape") and list(tensor.dims) == [1] and not tensor.reshape.shape
+    optional = getattr(tensor, "optional", False)
+    return TensorSpec(tensor.name, DataType.Name(tensor.data_type), tuple(tensor.dims), optional, scalar)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs"),
+    [
+        ("llm_small", contracts.ENGINE_INPUTS, contracts.ENGINE_OUTPUTS),
+        ("orchestrator", (contracts.REQUEST,), (contracts.EVENT,)),
+    ],
+)
+@pytest.mark.parametrize("target", list_targets())
+def test_tensors_are_those_of_the_contract(
+    target: str, name: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
+) -> None:
+    config = render(target, name)
+    assert tuple(spec(tensor) for tensor in config.input) == inputs
+    # Triton has no optional outputs.
+    assert tuple(spec(tensor) for tensor in config.output) == tuple(
+        each._replace(optional=False) for each in outputs
+    )
+    assert config.name == name
+    assert config.model_transaction_policy.decoupled
+    assert not config.response_cache.enable
+    assert config.WhichOneof("scheduling_choice") is None
+
+
+def test_settings_are_merged() -> None:
+    config = render("cpu", "llm_small")
+    assert (config.backend, config.max_batch_size) == ("python", 64)
+    assert [(group.count, group.Kind.Name(group.kind)) for group in config.instance_group] == [
+        (1, "KIND_CPU")
+    ]
+    assert {key: value.string_value for key, value in config.parameters.items()} == {
+        "engine": "openvino",
+        "max_tokens_in_paged_kv_cache": "65536",
+        "kv_cache_precision": "u8",
+        "enable_kv_cache_reuse": "true",
+        "enable_chunked_context": "true",
+        "max_num_tokens": "512",
+        "exclude_input_in_output": "true",
+        "speculation": "none",
+        "num_draft_tokens": "4",
+        "max_ngram_size": "3",
+        "context_window": "8192",
+        "vocab_size": "49152",
+    }
+    assert not render("cpu", "orchestrator").parameters
+
+
+def engine_settings(target_name: str) -> dict[str, str]:
+    """What `orchestrator.triton.engine_model` hands to an engine."""
+    target = load_target(target_name)
+    settings = target.models["llm_small"]
+    parameters = engine_parameters(settings, load_models(target)[settings.model or ""])
+    del parameters["exclude_input_in_output"]
+    return parameters | {"max_batch_size": str(settings.max_batch_size)}
+
+
+def test_the_scripted_engine_takes_what_is_rendered() -> None:
+    assert scripted.Settings.model_validate(engine_settings("scripted")).max_batch_size == 64
+
+
+def test_the_openvino_engine_takes_what_is_rendered() -> None:
+    openvino = pytest.importorskip("orchestrator.engines.openvino", exc_type=ModuleNotFoundError)
+    assert openvino.Settings.model_validate(engine_settings("cpu")).max_num_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('name: "m" backend: "onnxruntime"', "backend: the source is target-neutral"),
+        ('name: "m" instance_group { count: 1 }', "instance_group: the source is target-neutral"),
+        ('name: "m" max_batch_size: ${size}', "not a Triton model configuration: "),
+        ('name: "m" nothing: 1', "not a Triton model configuration: .*nothing"),
+    ],
+)
+def test_a_wrong_source_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    source = tmp_path / "config.pbtxt"
+    source.write_text(text, encoding="utf-8")
+    with pytest.raises(BuildError, match=message):
+        render_config(source, load_target("cpu").models["orchestrator"], None)
+
+
+@pytest.mark.parametrize("name", list_targets())
+def test_tiers_are_what_the_orchestrator_reads(tmp_path: Path, name: str) -> None:
+    target = load_target(name)
+    tiers = make_tiers(target, load_models(target))
+    path = tmp_path / "tiers.toml"
+    path.write_text(to_toml(tiers.model_dump(mode="json")), encoding="utf-8")
+    assert load_tiers(path) == tiers
+    assert tiers.tier[0].tokenizer == "model_repository/llm_small/1/tokenizer"
+    assert (tiers.tier[0].context_window, tiers.tier[0].end_id, tiers.tier[0].pad_id) == (8192, 2, 2)
+
+
+leaves = (
+    st.text()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
+flat = st.dictionaries(st.sampled_from(["a", "b_c"]), leaves)
+# A plain key after the tables, as models may declare them in any order.
+tables = st.fixed_dictionaries(
+    {"rows": st.lists(st.fixed_dictionaries({"sub": flat, "x": leaves}), min_size=1), "y": leaves}
+)
+
+
+@given(tables)
+def test_toml_reads_back_as_it_was(table: dict[str, Any]) -> None:
+    assert tomllib.loads(to_toml(table)) == table

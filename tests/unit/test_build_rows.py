@@ -1,0 +1,83 @@
+"""The rows that exist, and what a wrong one is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from build.errors import BuildError
+from build.recipes import RECIPES
+from build.rows import HERE, list_targets, load_models, load_target
+from orchestrator.config import ConfigError
+
+
+def test_every_target_loads_with_its_models_and_recipes() -> None:
+    assert {"cpu", "scripted"} <= set(list_targets())
+    for name in list_targets():
+        target = load_target(name)
+        assert target.engines
+        assert set(load_models(target)) == {model for model, _ in target.engines.values()}
+        assert {parameters.engine for _, parameters in target.engines.values()} <= set(RECIPES)
+
+
+def test_tiers_of_cpu_go_from_cheap_to_dear() -> None:
+    tiers = load_target("cpu").tiers
+    assert [tier.name for tier in tiers] == ["simple", "medium", "complex", "expert"]
+    prices = [tier.output_price_per_million_tokens for tier in tiers]
+    assert prices == sorted(prices)
+    assert [tier.generation.max_output_tokens for tier in tiers] == [256, 512, 1024, 2048]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "max_num_tokens = 512",
+            "max_num_token = 512",
+            r"models\.llm_small\.parameters\.openvino\.max_num_token: ",
+        ),
+        ("max_num_tokens = 512", "max_num_tokens = 0", r"max_num_tokens: .*greater than 0 \(got 0\)"),
+        ("max_num_tokens = 512", 'max_num_tokens = "512"', r"max_num_tokens: .*valid integer \(got '512'\)"),
+        ('speculation = "none"', 'speculation = "eagle"', r"'none' or 'prompt_lookup' \(got 'eagle'\)"),
+        (
+            'engine = "openvino"',
+            'engine = "vllm"',
+            r"models\.llm_small\.parameters: .*'openvino', 'scripted'",
+        ),
+        ('model = "smollm2-135m-instruct"\n', "", r"an engine needs both `model` and `parameters`"),
+        (
+            "instance_count = 1",
+            "instance_count = 2",
+            r"models\.orchestrator\.instance_count is 2; only 1 is allowed",
+        ),
+        ("[models.orchestrator]", "[models.front]", r"models\.orchestrator is missing"),
+        (
+            'model = "llm_small"',
+            'model = "llm_large"',
+            r"tiers: 'simple' uses model 'llm_large'; engines here: llm_s",
+        ),
+        ("temperature = 0.2", "temperature = 9.0", r"temperature: .*less than or equal to 2 \(got 9\.0\)"),
+        ('name = "cpu"', 'name = "gpu"', r"a row is named like its file, 'cpu' \(got 'gpu'\)"),
+        ('name = "cpu"', "name = cpu", r"cpu\.toml: not TOML: "),
+    ],
+)
+def test_a_wrong_target_row_is_told_where_and_what(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = (HERE / "targets" / "cpu.toml").read_text(encoding="utf-8")
+    assert old in text
+    (tmp_path / "cpu.toml").write_text(text.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises((BuildError, ConfigError), match=message) as caught:
+        load_target("cpu", tmp_path)
+    assert "cpu.toml: " in str(caught.value)
+
+
+def test_an_unknown_target_names_the_known_ones() -> None:
+    with pytest.raises(BuildError, match=r"unknown target '\.\./cpu'; targets: cpu, scripted"):
+        load_target("../cpu")
+
+
+def test_a_model_without_a_row_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(
+        BuildError, match=r"target 'cpu' uses model 'smollm2-135m-instruct', which has no row"
+    ):
+        load_models(load_target("cpu"), tmp_path)

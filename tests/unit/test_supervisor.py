@@ -1,0 +1,255 @@
+"""The supervisor with small Python scripts in place of Triton and the gateway."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.__main__ import main
+from orchestrator.triton.ports import LOOPBACK, Ports, settle
+from orchestrator.triton.process import Child
+from orchestrator.triton.server import TritonInstall, TritonLaunch
+from orchestrator.triton.supervisor import ChildDied, ServeFacts, Signals, supervise
+
+# Answers 200 to every GET; notes its SIGTERM in the file ORDER. BEHAVIOUR is put in before it serves.
+FAKE = """
+import http.server, os, signal, sys, threading
+name, port, order = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+def stop(*args):
+    open(order, "a").write(name + "\\n")
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+print(name, "says", "hello", flush=True)
+{behaviour}
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+DIES_AT_ONCE = "print('boom', flush=True); sys.exit(3)"
+DIES_LATER = "threading.Timer(1, lambda: (print('boom', flush=True), os._exit(4))).start()"
+IGNORES_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+class Fakes:
+    """A supervisor on fake children."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.ports = settle(Ports(0, 0, 0, 0), LOOPBACK)
+        self.facts = ServeFacts(TritonInstall(Path("/t/tritonserver"), "PATH"), LOOPBACK, self.ports, run_dir)
+        self.order = run_dir / "order"
+        self.ready_file = run_dir / "serve.json"
+
+    def command(self, name: str, port: int, behaviour: str = "") -> tuple[str, ...]:
+        return (sys.executable, "-c", FAKE.format(behaviour=behaviour), name, str(port), str(self.order))
+
+    def run(
+        self, signals: Signals, triton: str = "", gateway: str = "", drain_timeout_s: float = 5.0
+    ) -> None:
+        launch = TritonLaunch(self.command("triton", self.ports.triton_http, triton), os.environ)
+        supervise(
+            launch, self.command("gateway", self.ports.gateway, gateway), self.facts, drain_timeout_s, signals
+        )
+
+    def is_ready(self) -> bool:
+        return self.ready_file.exists()
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Fakes:
+    return Fakes(tmp_path)
+
+
+@pytest.fixture
+def when() -> Iterator[Callable[[Callable[[], bool], Callable[[], object]], None]]:
+    """`when(condition, action)`: beside the test, wait for the condition, then act."""
+    threads = []
+
+    def start(condition: Callable[[], bool], action: Callable[[], object]) -> None:
+        def run() -> None:
+            wait_for(condition)
+            action()
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+
+    yield start
+    for thread in threads:
+        thread.join()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# --- a signal ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("send", [interrupt, terminate])
+def test_a_signal_stops_the_gateway_first(
+    fakes: Fakes, when, send, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+    when(fakes.is_ready, lambda: (seen.append(json.loads(fakes.ready_file.read_text())), send()))
+    with Signals() as signals:
+        fakes.run(signals)
+    assert fakes.order.read_text().split() == ["gateway", "triton"]
+    assert not fakes.ready_file.exists()
+    assert seen == [
+        {
+            "pid": os.getpid(),
+            "triton": "/t/tritonserver",
+            "gateway_url": f"http://127.0.0.1:{fakes.ports.gateway}",
+            "triton_http_url": f"http://127.0.0.1:{fakes.ports.triton_http}",
+            "triton_grpc_url": f"127.0.0.1:{fakes.ports.triton_grpc}",
+            "triton_metrics_url": f"http://127.0.0.1:{fakes.ports.triton_metrics}/metrics",
+            "logs": {"triton": str(fakes.facts.log("triton")), "gateway": str(fakes.facts.log("gateway"))},
+        }
+    ]
+    printed = capsys.readouterr().out
+    assert f"curl -N http://127.0.0.1:{fakes.ports.gateway}/v1/chat/completions" in printed
+    assert str(fakes.facts.log("triton")) in printed
+    assert fakes.facts.log("gateway").read_text() == "gateway says hello\n"
+
+
+def test_a_signal_during_the_start(fakes: Fakes, when) -> None:
+    when(lambda: fakes.facts.log("triton").exists(), terminate)
+    with Signals() as signals:
+        fakes.run(signals, triton="import time; time.sleep(60)")
+    assert not fakes.facts.log("gateway").exists()
+
+
+def test_a_second_signal_stops_at_once(fakes: Fakes, when) -> None:
+    when(fakes.is_ready, lambda: (terminate(), time.sleep(0.3), terminate()))
+    started_s = time.monotonic()
+    with Signals() as signals:
+        fakes.run(signals, triton=IGNORES_SIGTERM, gateway=IGNORES_SIGTERM, drain_timeout_s=60)
+    assert time.monotonic() - started_s < 10
+
+
+def test_what_does_not_drain_in_time_is_killed(fakes: Fakes, when, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.triton.supervisor._EXIT_MARGIN_S", 0.0)
+    when(fakes.is_ready, terminate)
+    with Signals() as signals:
+        fakes.run(signals, gateway=IGNORES_SIGTERM, drain_timeout_s=0.2)
+    assert fakes.order.read_text().split() == ["triton"]
+
+
+# --- a dead child ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("behaviours", "message", "others"),
+    [
+        ({"triton": DIES_AT_ONCE}, "triton (pid {}) ended with exit code 3\nlast lines of {}:\n", []),
+        (
+            {"gateway": DIES_AT_ONCE},
+            "gateway (pid {}) ended with exit code 3\nlast lines of {}:\n",
+            ["triton"],
+        ),
+        ({"triton": DIES_LATER}, "triton (pid {}) ended with exit code 4\nlast lines of {}:\n", ["gateway"]),
+        ({"gateway": DIES_LATER}, "gateway (pid {}) ended with exit code 4\nlast lines of {}:\n", ["triton"]),
+        ({"gateway": "os.kill(os.getpid(), 9)"}, "gateway (pid {}) was killed by SIGKILL\n", ["triton"]),
+    ],
+)
+def test_a_dead_child(fakes: Fakes, behaviours: dict[str, str], message: str, others: list[str]) -> None:
+    (name,) = behaviours
+    with Signals() as signals, pytest.raises(ChildDied) as caught:
+        fakes.run(signals, **behaviours)
+    text = str(caught.value)
+    pid = text.split("pid ")[1].split(")")[0]
+    assert text.startswith(message.format(pid, fakes.facts.log(name)))
+    assert f"  | {name} says hello" in text
+    assert ("  | boom" in text) == ("boom" in behaviours[name])
+    assert (fakes.order.read_text().split() if fakes.order.exists() else []) == others
+    assert not fakes.ready_file.exists()
+
+
+def test_the_log_tail_is_short(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = Child("triton", (sys.executable, "-c", "[print(i) for i in range(100)]"), log)
+    wait_for(lambda: not child.is_running())
+    assert child.obituary().splitlines()[2:] == [f"  | {i}" for i in range(70, 100)]
+
+
+def test_children_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
+    script = f"""
+        import sys, time, pathlib
+        from orchestrator.triton.process import Child
+        print(Child("sleeper", ("sleep", "60"), pathlib.Path({str(tmp_path / "log")!r})).pid, flush=True)
+        time.sleep(60)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        pid = int(supervisor.stdout.readline())
+        wait_for(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
+        supervisor.kill()
+    wait_for(lambda: not is_alive(pid))
+
+
+def test_a_hard_stop_reaches_what_a_child_started(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = Child("parent", ("bash", "-c", "trap '' TERM; sleep 60 & echo $!; wait"), log)
+    wait_for(lambda: log.read_text().endswith("\n"))
+    grandchild = int(log.read_text())
+    child.stop(timeout_s=0.1)
+    wait_for(lambda: not is_alive(grandchild))
+
+
+# --- the command line --------------------------------------------------------------------------------------
+
+
+def test_an_error_is_one_clear_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tmp_path), "--run-dir", str(tmp_path / "run")]) == 1
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path}: no finished artifact here (manifest.json is missing)\n"
+        "fix: python -m build --target cpu\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "65536"], "'65536' is not a port; allowed: 1 to 65535, or 0 for a free one"),
+        (["--triton-http-port", "-1"], "'-1' is not a port"),
+        (["--drain-timeout-s", "soon"], "'soon' is not allowed; seconds from 0 to 3600"),
+        (["--drain-timeout-s", "nan"], "'nan' is not allowed"),
+        (["--prot", "1"], "unrecognized arguments: --prot 1"),
+    ],
+)
+def test_wrong_usage(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "artifacts/cpu", *flags])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
