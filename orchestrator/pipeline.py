@@ -23,6 +23,8 @@ from orchestrator.streaming.tokenizer import ChatTokenizer
 log = logging.getLogger("orchestrator.requests")
 
 AUTO = "auto"
+# Below it sampling is greedy in all but name, and logits divided by it overflow.
+MIN_TEMPERATURE = 1e-3
 
 
 class EngineClient(Protocol):
@@ -60,17 +62,19 @@ class Call:
         self.sink = sink
         self.received_s = time.monotonic()
         self.is_cancelled = False
+        self.engine_request_id: str | None = None
         self._stop_engine: Callable[[], None] | None = None
 
     def cancel(self) -> None:
         """The caller left: end the generation, wherever the call is. Safe to repeat, from any thread."""
         if not self.is_cancelled:
             self.is_cancelled = True
-            log.info(json.dumps({"event": "caller_left", "monotonic_s": time.monotonic()}))
+            line = {"event": "caller_left", "request_id": self.engine_request_id, "monotonic_s": time.monotonic()}
+            log.info(json.dumps(line))
         if self._stop_engine is not None:
             self._stop_engine()
 
-    def generating(self, stop_engine: Callable[[], None] | None) -> None:
+    def on_cancel(self, stop_engine: Callable[[], None] | None) -> None:
         """From now on `cancel` calls `stop_engine`; raises `CancelledError` when the caller has already left."""
         self._stop_engine = stop_engine
         self.raise_if_cancelled()
@@ -154,7 +158,8 @@ class Pipeline:
         def stop_engine() -> None:
             self._engines.stop(tier.model, engine_request.request_id)
 
-        call.generating(stop_engine)
+        call.engine_request_id = engine_request.request_id
+        call.on_cancel(stop_engine)
         with closing(self._engines.stream(tier.model, engine_request)) as stream:
             for token_ids in stream:
                 call.raise_if_cancelled()
@@ -168,7 +173,7 @@ class Pipeline:
                 if stops.matched is not None:
                     stop_engine()
                     break
-            call.generating(None)
+            call.on_cancel(None)
             emit(stops.flush())
             at_limit = num_tokens >= engine_request.max_new_tokens and not ended_by_id and stops.matched is None
             answer.finish_reason = "length" if at_limit else "stop"
@@ -216,8 +221,8 @@ def build_engine_request(request: ChatRequest, tier: Tier, input_ids: list[int])
         max_new_tokens=max_new_tokens,
         end_id=None if request.ignore_eos else tier.end_id,
         min_tokens=request.min_tokens or 0,
-        sample=temperature > 0,
-        temperature=temperature or 1.0,
+        sample=temperature >= MIN_TEMPERATURE,
+        temperature=max(temperature, MIN_TEMPERATURE),
         top_k=request.top_k or 0,
         top_p=policy.top_p if request.top_p is None else request.top_p,
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,

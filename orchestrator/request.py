@@ -49,13 +49,13 @@ class ChatRequest(_Strict):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop: str | list[str] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=1)] | None = None
@@ -110,7 +110,12 @@ def _explain(error: ValidationError) -> InvalidRequestError:
         return InvalidRequestError(f"{param}: not supported; remove it", param=param)
     if fault["type"] == "missing":
         return InvalidRequestError(f"{param}: required", param=param)
-    return InvalidRequestError(f"{param}: {fault['msg']} (got {_shorten(fault['input'])})", param=param or None)
+    where = param or "the request"
+    return InvalidRequestError(f"{where}: {fault['msg']} (got {_shorten(fault['input'])})", param=param or None)
+
+
+# What pydantic puts into a place for the branch of a union it tried.
+_UNION_TAGS = {"str", "list[str]", "list[TextPart]"}
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
@@ -119,7 +124,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
     for part in loc:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part != "str":
+        elif part not in _UNION_TAGS:
             path += f".{part}" if path else part
     return path
 

@@ -1,8 +1,8 @@
 """What a python-backend `llm_*` model runs: token ids in, token ids out.
 
 `Engine` is the seam the Triton model talks to. An engine that is a step function at heart (OpenVINO GenAI, the
-scripted one) is a `Stepper`; `engines.stepped` gives it the thread that steps it. `create_engine` chooses by the
-name the target's row gives, and only then imports the heavy library.
+scripted one) is a `Stepper`; `engines.worker` is the process that steps it, `engines.process` the `Engine` in front.
+`create_stepper` chooses by the name that the target's row gives, and only then imports the heavy library.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Engine(Protocol):
     """
 
     def add(self, request: EngineRequest, deliver: Deliver) -> None:
-        """Start a request; `deliver` is called from the engine's thread and must not block.
+        """Start a request; `deliver` is called from another thread, and must not block it.
 
         Raises `EngineRefusal` when the engine cannot run it.
         """
@@ -74,7 +74,7 @@ class Engine(Protocol):
 
 
 class Stepper(Protocol):
-    """An engine that advances when told to, from one thread."""
+    """An engine that advances when told to."""
 
     def add(self, request: EngineRequest) -> None:
         """Take in a request, to be run from the next step on. Raises `EngineRefusal`."""
@@ -89,20 +89,18 @@ class Stepper(Protocol):
         """Whether a step would do anything."""
 
 
-def create_engine(parameters: Mapping[str, str], model_dir: Path) -> Engine:
-    """The engine that `parameters["engine"]` names, loaded from `model_dir` (the model's version folder).
+def create_stepper(parameters: Mapping[str, str], model_dir: Path) -> Stepper:
+    """The stepper that `parameters["engine"]` names, loaded from `model_dir` (the model's version folder).
 
     Raises `ValueError` for an engine that does not exist or a parameter it does not know.
     """
-    from orchestrator.engines.stepped import SteppedEngine
-
-    name = parameters.get("engine", "")
+    name = parameters.get("engine")
     if name == "openvino":
         from orchestrator.engines.openvino import OpenVINOStepper
 
-        return SteppedEngine(OpenVINOStepper.load(model_dir, parameters))
+        return OpenVINOStepper.load(model_dir, parameters)
     if name == "scripted":
         from orchestrator.engines.scripted import ScriptedStepper
 
-        return SteppedEngine(ScriptedStepper.load(model_dir, parameters))
+        return ScriptedStepper.load(model_dir, parameters)
     raise ValueError(f"parameters.engine: {name!r} is not an engine; one of 'openvino', 'scripted'")

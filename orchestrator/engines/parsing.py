@@ -94,7 +94,7 @@ def parse_engine_request(
         sample=top_k != 1,
         temperature=values.read(contracts.TEMPERATURE, 1.0, low=1e-3, high=100.0),
         top_k=top_k,
-        top_p=values.read(contracts.RUNTIME_TOP_P, 1.0, low=1e-6, high=1.0),
+        top_p=values.read(contracts.RUNTIME_TOP_P, 1.0, low=1e-7, high=1.0),
         repetition_penalty=values.read(contracts.REPETITION_PENALTY, 1.0, low=1e-3, high=100.0),
         presence_penalty=values.read(contracts.PRESENCE_PENALTY, 0.0, low=-2.0, high=2.0),
         frequency_penalty=values.read(contracts.FREQUENCY_PENALTY, 0.0, low=-2.0, high=2.0),

@@ -18,6 +18,7 @@ from orchestrator.engines import EngineRequest
 from orchestrator.errors import ApiError, EngineError, OverloadedError
 from orchestrator.pipeline import Call, Pipeline
 from orchestrator.triton.cancellation import CancellationWatcher
+from orchestrator.triton.metrics import live_requests_gauge
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
 
@@ -34,7 +35,7 @@ class OrchestratorModel:
         tiers = load_tiers(root / "tiers.toml")
         self._engines = TritonEngineClient()
         self._pipeline = Pipeline(tiers, root, self._engines)
-        self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S)
+        self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(contracts.ORCHESTRATOR_MODEL))
         self._limits = tiers.limits
         # Triton's response iterators block, so every live call has a thread.
         self._threads = ThreadPoolExecutor(tiers.limits.max_live_requests, thread_name_prefix="call")

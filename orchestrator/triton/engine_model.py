@@ -12,9 +12,11 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from orchestrator import contracts
-from orchestrator.engines import Chunk, EngineRefusal, create_engine
+from orchestrator.engines import Chunk, Engine, EngineRefusal
 from orchestrator.engines.parsing import parse_engine_request
+from orchestrator.engines.process import ProcessEngine
 from orchestrator.triton.cancellation import CancellationWatcher
+from orchestrator.triton.metrics import live_requests_gauge
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of
 
@@ -35,8 +37,8 @@ class EngineModel:
         parameters["max_batch_size"] = str(config["max_batch_size"])
         model_dir = Path(args["model_repository"]) / args["model_version"]
         self._outbox = Outbox()
-        self._engine = create_engine(parameters, model_dir)
-        self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S)
+        self._engine: Engine = ProcessEngine(parameters, model_dir)
+        self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(args["model_name"]))
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:

@@ -67,6 +67,8 @@ class Child:
         """How a dead child ended, with the last lines of its log."""
         code = self._process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        tail = "\n".join(f"  | {line}" for line in lines) or "  | (empty)"
+        lines = self.log.read_text(errors="replace").splitlines()
+        # Triton draws its options as a table of 20 lines, which would push out the error before it.
+        telling = [line for line in lines if not line.startswith(("|", "+-"))][-LOG_TAIL_LINES:]
+        tail = "\n".join(f"  | {line}" for line in telling) or "  | (empty)"
         return f"{self.name} (pid {self.pid}) {how}\nlast lines of {self.log}:\n{tail}"

@@ -1,7 +1,7 @@
 """Which Triton runs here, and with which command line and environment.
 
-Looked for in this order: `tritonserver` in PATH, /opt/tritonserver (the container), nvidia-pytriton. Of the last,
-only the server inside is used: it is never imported.
+Looked for in this order: `tritonserver` in PATH, /opt/tritonserver (the container), nvidia-pytriton (of which
+only the server inside is used: it is never imported).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def find_triton(search_path: str, container: Path = Path("/opt/tritonserver")) -
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
         raise StartError(
-            f"no Triton server found: neither `tritonserver` in PATH, nor {container}, nor nvidia-pytriton in "
-            f"{sys.prefix}\nfix: pip install -c constraints.txt -e '.[cpu,gateway]', or Triton's container"
+            f"no Triton server found: neither `tritonserver` in PATH, nor {container}, nor nvidia-pytriton "
+            f"in {sys.prefix}\nfix: pip install -c constraints.txt -e '.[cpu,gateway]', or Triton's container"
         )
     package = Path(spec.submodule_search_locations[0]) / "tritonserver"
     source = f"nvidia-pytriton {importlib.metadata.version('nvidia-pytriton')}"

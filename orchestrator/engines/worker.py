@@ -1,0 +1,124 @@
+"""The engine's own process: steps a `Stepper` and speaks JSON lines with the Triton model that started it.
+
+A process, because OpenVINO GenAI holds Python's global lock for a whole step: inside Triton's stub nothing else could
+run meanwhile, and a crash would leave Triton waiting forever. Here one loop reads commands, steps, writes chunks.
+
+    in    the settings, once:      {"parameters": {...}, "model_dir": "..."}
+          then any number of:      {"add": {fields of EngineRequest}}   {"stop": "request id"}
+          end of input:            exit
+    out   once:                    {"ready": true}
+          after a step or a stop:  {"chunks": {"request id": [[token ids], finished, error or null]}}
+          last words:              {"failed": "why"}
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from orchestrator.engines import Chunk, EngineRefusal, EngineRequest, Stepper, create_stepper
+
+log = logging.getLogger("orchestrator.engine")
+
+READ_BYTES = 1 << 16
+
+
+class CommandReader:
+    """Reads JSON lines from a file descriptor without ever waiting longer than asked."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._partial = b""
+        self.is_closed = False
+
+    def read(self, *, wait: bool) -> list[dict[str, Any]]:
+        """The commands that have arrived; with `wait` at least one, unless the input ends."""
+        commands: list[dict[str, Any]] = []
+        while not self.is_closed and select.select([self._fd], [], [], None if wait and not commands else 0)[0]:
+            data = os.read(self._fd, READ_BYTES)
+            self.is_closed = not data
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            commands += [json.loads(line) for line in lines]
+        return commands
+
+
+class Worker:
+    """Requests join and leave between two steps, whatever the others do."""
+
+    def __init__(self, stepper: Stepper, commands: CommandReader, out_fd: int) -> None:
+        self._stepper = stepper
+        self._commands = commands
+        self._out_fd = out_fd
+        self._live: set[str] = set()
+        # When the last steps began, for the log line that proves how soon a stop took effect.
+        self._step_began_s: collections.deque[float] = collections.deque(maxlen=4)
+
+    def run(self) -> None:
+        """Serve until the input ends. Whatever the stepper raises but `EngineRefusal` ends the engine."""
+        while True:
+            chunks: dict[str, Chunk] = {}
+            for command in self._commands.read(wait=not self._stepper.has_requests()):
+                if "add" in command:
+                    self._add(EngineRequest(**command["add"]), chunks)
+                else:
+                    self._stop(command["stop"], chunks)
+            if self._commands.is_closed:
+                return
+            self._write(chunks)
+            if self._stepper.has_requests():
+                self._step_began_s.append(time.monotonic())
+                self._write(self._stepper.step())
+
+    def _add(self, request: EngineRequest, chunks: dict[str, Chunk]) -> None:
+        try:
+            self._stepper.add(request)
+            self._live.add(request.request_id)
+        except EngineRefusal as refusal:
+            chunks[request.request_id] = Chunk([], finished=True, error=str(refusal))
+
+    def _stop(self, request_id: str, chunks: dict[str, Chunk]) -> None:
+        if request_id not in self._live:
+            return
+        self._stepper.stop(request_id)
+        chunks[request_id] = Chunk([], finished=True)
+        line = {"event": "engine_stopped", "request_id": request_id, "monotonic_s": time.monotonic()}
+        log.info(json.dumps(line | {"last_steps_began_s": list(self._step_began_s)}))
+
+    def _write(self, chunks: dict[str, Chunk]) -> None:
+        if chunks:
+            self._live.difference_update(request_id for request_id, chunk in chunks.items() if chunk.finished)
+            write_line(self._out_fd, {"chunks": chunks})
+
+
+def write_line(fd: int, message: dict[str, Any]) -> None:
+    """Write `message` as one line of JSON, whole."""
+    data = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    out_fd = os.dup(1)
+    os.dup2(2, 1)  # whatever a library prints must not get between our lines
+    commands = CommandReader(0)
+    try:
+        settings, *_ = commands.read(wait=True)
+        stepper = create_stepper(settings["parameters"], Path(settings["model_dir"]))
+        write_line(out_fd, {"ready": True})
+        Worker(stepper, commands, out_fd).run()
+    except Exception as error:
+        log.exception("the engine failed")
+        write_line(out_fd, {"failed": f"the engine failed: {type(error).__name__}: {error}"})
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Artifacts, and servers that tests share: each is started once, on free ports, and stopped at the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import pytest
+from serving import Stack, running
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def artifact() -> Callable[[str], Path]:
+    """Finds the artifact of a target, built if there is none yet."""
+
+    def find(target: str) -> Path:
+        folder = ROOT / "artifacts" / target
+        if not (folder / "manifest.json").exists():
+            subprocess.run(
+                [sys.executable, "-m", "build", "--target", target], cwd=ROOT, check=True, timeout=600
+            )
+        return folder
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def scripted_stack(
+    artifact: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
+    """A server whose engine does what the prompt says."""
+    with running(artifact("scripted"), tmp_path_factory.mktemp("scripted")) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def cpu_stack(artifact: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A server with the real language model."""
+    with running(artifact("cpu"), tmp_path_factory.mktemp("cpu")) as stack:
+        yield stack
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test shows the last lines of its servers' logs."""
+    report = yield
+    if report.when == "call" and report.failed:
+        for stack in getattr(item, "funcargs", {}).values():
+            if isinstance(stack, Stack):
+                report.sections += stack.log_tails()
+    return report

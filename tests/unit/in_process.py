@@ -1,0 +1,83 @@
+"""The pipeline's two neighbours without Triton: engines in this process, and a sink that keeps everything."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+from orchestrator.engines import Chunk, EngineRequest, Stepper
+from orchestrator.errors import ApiError, EngineError
+
+
+class InProcessEngines:
+    """An `EngineClient` that steps a stepper of its own for every request; remembers requests and stops."""
+
+    def __init__(self, make_stepper: Callable[[], Stepper]) -> None:
+        self._make_stepper = make_stepper
+        self.requests: list[EngineRequest] = []
+        self.stopped: list[str] = []
+
+    def stream(self, model: str, request: EngineRequest) -> Generator[list[int], None, None]:
+        self.requests.append(request)
+        chunks = self._run(request)
+        try:
+            for chunk in chunks:
+                if chunk.token_ids:
+                    yield chunk.token_ids
+                if chunk.error is not None:
+                    raise EngineError(chunk.error)
+        finally:
+            for _ in chunks:  # until the engine let go
+                pass
+
+    def stop(self, model: str, request_id: str) -> None:
+        self.stopped.append(request_id)
+
+    def _run(self, request: EngineRequest) -> Generator[Chunk, None, None]:
+        stepper = self._make_stepper()
+        try:
+            stepper.add(request)
+            while stepper.has_requests():
+                if request.request_id in self.stopped:
+                    stepper.stop(request.request_id)
+                    return
+                yield from stepper.step().values()
+        except Exception as error:
+            yield Chunk([], finished=True, error=str(error))
+
+
+class RecordingSink:
+    """Keeps events and the error; fails the test when a call ends twice or goes on after its end."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.error: ApiError | None = None
+        self.num_ends = 0
+        self.first_event = threading.Event()
+
+    def send(self, event: str, *, final: bool) -> None:
+        assert self.num_ends == 0, "an event after the end"
+        self.events.append(json.loads(event))
+        self.num_ends += final
+        self.first_event.set()
+
+    def fail(self, error: ApiError) -> None:
+        assert self.num_ends == 0, "an error after the end"
+        self.error = error
+        self.num_ends += 1
+
+    @property
+    def text(self) -> str:
+        """The content of all deltas, or of the whole answer."""
+        parts = []
+        for event in self.events:
+            for choice in event["choices"]:
+                parts.append((choice.get("delta") or choice.get("message") or {}).get("content", ""))
+        return "".join(parts)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        reasons = [choice["finish_reason"] for event in self.events for choice in event["choices"]]
+        return [reason for reason in reasons if reason is not None]

@@ -1,0 +1,81 @@
+"""tiers.toml: every fault names file, key, value and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config import ConfigError, Limits, load_tiers
+
+TIER = """
+[[tier]]
+name = "simple"
+model = "llm_small"
+tokenizer = "t"
+context_window = 8192
+end_id = 2
+pad_id = 2
+input_price_per_million_tokens = 0.05
+output_price_per_million_tokens = 0.1
+generation = { max_output_tokens = 256 }
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "tiers.toml"
+
+
+def test_defaults(file: Path) -> None:
+    file.write_text(TIER)
+    tiers = load_tiers(file)
+    assert tiers.limits == Limits(max_live_requests=128, max_waiting_requests=128)
+    generation = tiers.tier[0].generation
+    assert (generation.max_output_tokens, generation.temperature, generation.top_p) == (256, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[[tier]]", "[[tier", "not TOML: "),
+        (TIER, "", "tier: Field required"),
+        (TIER, "tier = []", "tier: List should have at least 1 item after validation, not 0 (got [])"),
+        ('model = "llm_small"', "", "tier.0.model: Field required"),
+        ('"simple"', '"Simple"', "tier.0.name: String should match pattern '^[a-z][a-z0-9_-]*$' (got 'Simple')"),
+        ("8192", '"8192"', "tier.0.context_window: Input should be a valid integer (got '8192')"),
+        ("8192", "0", "tier.0.context_window: Input should be greater than 0 (got 0)"),
+        ("0.05", "-1.0", "per_million_tokens: Input should be greater than or equal to 0 (got -1.0)"),
+        ("pad_id = 2", "pad_id = 2\npad = 2", "tier.0.pad: Extra inputs are not permitted (got 2)"),
+        ("256", "256, temperature = 3.0", "generation.temperature: Input should be less than or equal to 2 (got 3.0)"),
+        ("256", "0", "tier.0.generation.max_output_tokens: Input should be greater than 0 (got 0)"),
+        (TIER, TIER + TIER, "tier.name: 'simple' is used 2 times; names are unique"),
+        (TIER, TIER + "[limits]\nmax_live_requests = 0", "limits.max_live_requests: Input should be greater than 0"),
+        (TIER, TIER + "[limit]\n", "limit: Extra inputs are not permitted (got {})"),
+    ],
+)
+def test_a_fault_is_named(file: Path, old: str, new: str, message: str) -> None:
+    assert old in TIER
+    file.write_text(TIER.replace(old, new))
+    with pytest.raises(ConfigError) as got:
+        load_tiers(file)
+    assert str(got.value).startswith(f"{file}: ")
+    assert message in str(got.value)
+
+
+def test_every_fault_has_a_line(file: Path) -> None:
+    file.write_text(TIER.replace("8192", "0").replace("256", "0"))
+    with pytest.raises(ConfigError) as got:
+        load_tiers(file)
+    assert len(str(got.value).splitlines()) == 2
+
+
+def test_a_missing_file(file: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file or directory"):
+        load_tiers(file)
+
+
+def test_a_file_that_is_not_text(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not TOML: "):
+        load_tiers(file)

@@ -1,0 +1,51 @@
+"""Errors on their way through Triton and back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orchestrator import errors
+from orchestrator.errors import ApiError, EngineError, from_message
+
+ALL = (
+    (errors.InvalidRequestError, 400, "invalid_request_error", "invalid_value"),
+    (errors.ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
+    (errors.OverloadedError, 503, "server_error", "overloaded"),
+    (errors.ShuttingDownError, 503, "server_error", "shutting_down"),
+    (errors.CancelledError, 499, "cancelled", "cancelled"),
+    (errors.EngineError, 502, "server_error", "engine_error"),
+    (errors.InternalError, 500, "server_error", "internal_error"),
+)
+
+
+def test_the_table_is_complete() -> None:
+    assert {row[0] for row in ALL} == set(ApiError.__subclasses__())
+
+
+@pytest.mark.parametrize(("error_type", "status", "type_", "code"), ALL)
+def test_round_trip(error_type: type[ApiError], status: int, type_: str, code: str) -> None:
+    sent = error_type('stop: "ü"\n', param="stop")
+    got = from_message(sent.to_message())
+    assert type(got) is error_type
+    assert (got.message, got.param, got.status) == ('stop: "ü"\n', "stop", status)
+    assert got.body() == {"error": {"message": 'stop: "ü"\n', "type": type_, "param": "stop", "code": code}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "unexpected shape for input 'request'",
+        "5",
+        "[]",
+        "{}",
+        '{"error": 5}',
+        json.dumps({"error": {"message": "m", "param": None, "code": "of another system"}}),
+    ],
+)
+def test_any_other_text_is_an_engine_error(text: str) -> None:
+    got = from_message(text)
+    assert type(got) is EngineError
+    assert got.message == text

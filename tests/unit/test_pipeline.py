@@ -1,0 +1,383 @@
+"""One call through the pipeline, over the scripted engine in this process: every way it can end, exactly once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import InProcessEngines, RecordingSink
+from tokenizers import Tokenizer
+
+from orchestrator.config import Generation, Limits, Tier, Tiers, load_tiers
+from orchestrator.engines import EngineRequest
+from orchestrator.engines.scripted import ScriptedStepper, Settings
+from orchestrator.errors import (
+    ApiError,
+    CancelledError,
+    EngineError,
+    InternalError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
+from orchestrator.pipeline import Call, Pipeline, build_engine_request, tokens_per_second
+from orchestrator.request import ChatRequest
+
+END_ID = 2
+
+
+@pytest.fixture(scope="module")
+def settings() -> Settings:
+    return Settings(engine="scripted", max_batch_size=8, context_window=8192, vocab_size=49152)
+
+
+@pytest.fixture
+def engines(tokenizer: Tokenizer, settings: Settings) -> InProcessEngines:
+    return InProcessEngines(lambda: ScriptedStepper(tokenizer, settings))
+
+
+@pytest.fixture
+def pipeline(artifact: Callable[[str], Path], engines: InProcessEngines) -> Pipeline:
+    root = artifact("scripted")
+    return Pipeline(load_tiers(root / "tiers.toml"), root, engines)
+
+
+def body(script: dict[str, Any] | None = None, **fields: Any) -> bytes:
+    text = "Hi" if script is None else f"#script {json.dumps(script)}"
+    return json.dumps({"messages": [{"role": "user", "content": text}], **fields}).encode()
+
+
+def run(pipeline: Pipeline, body: bytes) -> RecordingSink:
+    sink = RecordingSink()
+    pipeline.run(Call(body, {}, sink))
+    assert sink.num_ends == 1
+    return sink
+
+
+def failure(pipeline: Pipeline, body: bytes) -> tuple[ApiError, RecordingSink]:
+    sink = run(pipeline, body)
+    assert sink.error is not None
+    return sink.error, sink
+
+
+# --- answers -------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_that_the_model_ends(pipeline: Pipeline, engines: InProcessEngines) -> None:
+    sink = run(pipeline, body({"text": "One two three."}, stream=True))
+    assert sink.text == "One two three."
+    assert sink.finish_reasons == ["stop"]
+    assert len({event["id"] for event in sink.events}) == 1
+    assert sink.events[0]["id"] == f"chatcmpl-{engines.requests[0].request_id}"
+    assert {event["model"] for event in sink.events} == {"llm_small"}
+    assert ["rt" in event for event in sink.events] == [False] * (len(sink.events) - 1) + [True]
+
+
+def test_what_rt_says(pipeline: Pipeline) -> None:
+    rt = run(pipeline, body({"text": "One two three."}, stream=True)).events[-1]["rt"]
+    assert (rt["tier"], rt["model"], rt["cache"]) == ("simple", "llm_small", "bypass")
+    assert rt["tokens"] == 4
+    assert 0 < rt["ttft_ms"] <= rt["total_ms"]
+    assert rt["cost_usd"] == pytest.approx((rt["input_tokens"] * 0.05 + rt["tokens"] * 0.1) / 1e6, abs=1e-9)
+    assert rt["tps"] > 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_max_tokens_end_it(pipeline: Pipeline, stream: bool) -> None:
+    """Case S10."""
+    request = body({"text": "x " * 100}, max_tokens=16, stream=stream, stream_options={"include_usage": True})
+    sink = run(pipeline, request)
+    assert sink.finish_reasons == ["length"]
+    usage = sink.events[-1]["usage"]
+    assert usage["completion_tokens"] == 16
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 16
+
+
+def test_an_end_id_at_the_limit_is_a_stop(pipeline: Pipeline) -> None:
+    sink = run(pipeline, body({"token_ids": [[32], [33, END_ID]]}, max_tokens=3))
+    assert (sink.text, sink.finish_reasons) == ("01", ["stop"])
+    assert sink.events[-1]["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_last_message_without_tokens_carries_the_reason(pipeline: Pipeline, stream: bool) -> None:
+    """Case S11."""
+    sink = run(pipeline, body({"token_ids": [[32], [33], []]}, stream=stream))
+    assert (sink.text, sink.finish_reasons) == ("01", ["stop"])
+
+
+def test_an_answer_without_tokens(pipeline: Pipeline) -> None:
+    sink = run(pipeline, body({"token_ids": [[]]}, stream=True))
+    assert [event["choices"][0]["delta"] for event in sink.events] == [{"role": "assistant", "content": ""}]
+    assert sink.finish_reasons == ["stop"]
+    assert sink.events[-1]["rt"]["ttft_ms"] is None
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_string_ends_answer_and_generation(
+    pipeline: Pipeline, engines: InProcessEngines, stream: bool
+) -> None:
+    """Case S05."""
+    script = {"text": "ABCDEFGHIJK" + "x" * 1000, "per_char": True, "itl_ms": 1}
+    sink = run(pipeline, body(script, stop=["DEFGHIJ"], stream=stream))
+    assert (sink.text, sink.finish_reasons) == ("ABC", ["stop"])
+    assert engines.stopped == [engines.requests[0].request_id]
+    assert sink.events[-1]["rt"]["tokens"] == 10
+
+
+def test_text_is_held_only_while_it_could_begin_a_stop(pipeline: Pipeline) -> None:
+    """Case S07."""
+    sink = run(pipeline, body({"text": "I am fine"}, stop=["\n\nHuman:"], stream=True))
+    deltas = [event["choices"][0]["delta"].get("content") for event in sink.events]
+    assert deltas == ["I", " am", " fine", None]
+
+
+def test_what_was_held_comes_when_the_answer_ends(pipeline: Pipeline) -> None:
+    sink = run(pipeline, body({"text": "the END", "per_char": True}, stop=["END!"], stream=True))
+    assert (sink.text, sink.finish_reasons) == ("the END", ["stop"])
+
+
+@pytest.mark.parametrize("stop", [None, "three", ["wo t", " three"], ["never"], [".", "!"]])
+def test_streamed_and_whole_are_the_same_text(pipeline: Pipeline, stop: Any) -> None:
+    """Case S09."""
+    script = {"text": "One two three. 深度 👩‍👩‍👧‍👦!", "per_char": True}
+    streamed = run(pipeline, body(script, stop=stop, stream=True))
+    whole = run(pipeline, body(script, stop=stop, stream=False))
+    assert streamed.text == whole.text
+    assert streamed.finish_reasons == whole.finish_reasons == ["stop"]
+    assert len(whole.events) == 1
+    for text in [stop] if isinstance(stop, str) else stop or []:
+        assert text not in whole.text
+
+
+def test_usage_only_when_asked_for(pipeline: Pipeline) -> None:
+    """Cases S13 and S14."""
+    plain = run(pipeline, body({"text": "a b"}, stream=True))
+    assert all("usage" not in event and event["choices"] for event in plain.events)
+    asked = run(pipeline, body({"text": "a b"}, stream=True, stream_options={"include_usage": True}))
+    assert [event["usage"] is None for event in asked.events] == [True] * (len(asked.events) - 1) + [False]
+    assert [len(event["choices"]) for event in asked.events] == [1] * (len(asked.events) - 1) + [0]
+
+
+# --- failures ------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_error_before_tokens(pipeline: Pipeline) -> None:
+    error, sink = failure(pipeline, body({"text": "x", "fail_after": 0}, stream=True))
+    assert isinstance(error, EngineError)
+    assert error.message == "the script says fail"
+    assert sink.events == []
+
+
+@pytest.mark.parametrize("how", ["fail_after", "die_after"])
+def test_an_engine_error_after_tokens_is_no_clean_end(
+    pipeline: Pipeline, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Case S18."""
+    with caplog.at_level(logging.INFO, "orchestrator.requests"):
+        error, sink = failure(pipeline, body({"text": "a b c d e f g h", how: 5}, stream=True))
+    assert isinstance(error, EngineError)
+    assert sink.text == "a b c d e"
+    assert sink.finish_reasons == []
+    assert json.loads(caplog.messages[-1])["outcome"] == "engine_error"
+    assert json.loads(caplog.messages[-1])["tokens"] == 5
+
+
+def test_a_wrong_script_is_the_engines_refusal(pipeline: Pipeline) -> None:
+    error, _ = failure(pipeline, body({"txt": "x"}))
+    assert "the prompt's script is wrong" in error.message
+
+
+@pytest.mark.parametrize("request_body", [b"", b"{}", body(max_tokens=0), body(tools=[])])
+def test_a_refused_request(pipeline: Pipeline, engines: InProcessEngines, request_body: bytes) -> None:
+    error, sink = failure(pipeline, request_body)
+    assert isinstance(error, InvalidRequestError)
+    assert (sink.events, engines.requests) == ([], [])
+
+
+def test_a_fault_of_ours_says_little_and_stops_the_engine(
+    pipeline: Pipeline, engines: InProcessEngines, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BrokenSink(RecordingSink):
+        def send(self, event: str, *, final: bool) -> None:
+            raise RuntimeError("a secret")
+
+    sink = BrokenSink()
+    started_s = time.monotonic()
+    pipeline.run(Call(body({"text": "x " * 500, "itl_ms": 20}, stream=True), {}, sink))
+    assert sink.num_ends == 1
+    assert isinstance(sink.error, InternalError)
+    assert sink.error.message == "the orchestrator failed: RuntimeError"
+    assert "a secret" in caplog.text  # the log has it
+    assert engines.stopped == [engines.requests[0].request_id]
+    assert time.monotonic() - started_s < 5
+
+
+# --- cancelling ----------------------------------------------------------------------------------------------
+
+
+def cancel_when(
+    pipeline: Pipeline, request_body: bytes, ready: Callable[[RecordingSink], object]
+) -> RecordingSink:
+    """Run a call in a thread, cancel it when `ready` returns, and wait for its end."""
+    sink = RecordingSink()
+    call = Call(request_body, {}, sink)
+    thread = threading.Thread(target=pipeline.run, args=(call,))
+    thread.start()
+    ready(sink)
+    deadline_s = time.monotonic() + 5
+    while thread.is_alive() and time.monotonic() < deadline_s:
+        call.cancel()  # repeated, as the watcher does
+        thread.join(0.01)
+    assert not thread.is_alive()
+    assert sink.num_ends == 1
+    return sink
+
+
+def test_cancelled_before_it_began(pipeline: Pipeline, engines: InProcessEngines) -> None:
+    sink = RecordingSink()
+    call = Call(body({"text": "x"}), {}, sink)
+    call.cancel()
+    pipeline.run(call)
+    assert isinstance(sink.error, CancelledError)
+    assert (sink.events, engines.requests) == ([], [])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_cancelled_in_prefill(pipeline: Pipeline, engines: InProcessEngines, stream: bool) -> None:
+    def until_started(_: RecordingSink) -> None:
+        while not engines.requests:
+            time.sleep(0.001)
+
+    started_s = time.monotonic()
+    sink = cancel_when(pipeline, body({"text": "x", "first_token_ms": 5000}, stream=stream), until_started)
+    assert time.monotonic() - started_s < 2
+    assert isinstance(sink.error, CancelledError)
+    assert set(engines.stopped) == {engines.requests[0].request_id}
+
+
+def test_cancelled_while_it_streams(
+    pipeline: Pipeline, engines: InProcessEngines, caplog: pytest.LogCaptureFixture
+) -> None:
+    request_body = body({"text": "x " * 1000, "itl_ms": 5}, stream=True, max_tokens=1000)
+    with caplog.at_level(logging.INFO, "orchestrator.requests"):
+        sink = cancel_when(pipeline, request_body, lambda sink: sink.first_event.wait(5))
+    assert isinstance(sink.error, CancelledError)
+    assert sink.finish_reasons == []
+    settled = json.loads(caplog.messages[-1])
+    assert settled["outcome"] == "cancelled"
+    assert 1 <= settled["tokens"] < 100
+
+
+def test_cancelled_after_its_end_is_nothing(pipeline: Pipeline, engines: InProcessEngines) -> None:
+    sink = RecordingSink()
+    call = Call(body({"text": "x"}), {}, sink)
+    pipeline.run(call)
+    call.cancel()
+    assert sink.num_ends == 1
+    assert sink.error is None
+    assert engines.stopped == []
+
+
+# --- tiers and the engine's share of a request ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "tier"), [("auto", "simple"), ("medium", "medium"), ("expert", "expert"), ("llm_small", "simple")]
+)
+def test_the_model_names_the_tier(pipeline: Pipeline, model: str, tier: str) -> None:
+    assert run(pipeline, body(model=model)).events[-1]["rt"]["tier"] == tier
+
+
+def test_a_model_that_does_not_exist(pipeline: Pipeline) -> None:
+    error, _ = failure(pipeline, body(model="gpt-4"))
+    assert isinstance(error, ModelNotFoundError)
+    assert error.message == (
+        "model: 'gpt-4' does not exist; one of auto, simple, llm_small, medium, complex, expert"
+    )
+    assert error.param == "model"
+
+
+TIER = Tier(
+    name="simple",
+    model="llm_small",
+    tokenizer="t",
+    context_window=100,
+    end_id=END_ID,
+    pad_id=2,
+    input_price_per_million_tokens=0.0,
+    output_price_per_million_tokens=0.0,
+    generation=Generation(max_output_tokens=40, temperature=0.2, top_p=0.9),
+)
+
+
+def engine_request(num_input_ids: int = 10, **fields: Any) -> EngineRequest:
+    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], **fields})
+    return build_engine_request(request, TIER, [5] * num_input_ids)
+
+
+@pytest.mark.parametrize(
+    ("num_input_ids", "fields", "expected"),
+    [
+        (10, {}, {"max_new_tokens": 40, "temperature": 0.2, "top_p": 0.9, "sample": True, "end_id": END_ID}),
+        (80, {}, {"max_new_tokens": 20}),  # what the window has left
+        (99, {}, {"max_new_tokens": 1}),
+        (10, {"max_tokens": 90}, {"max_new_tokens": 90}),
+        (10, {"max_tokens": 5, "max_completion_tokens": 6}, {"max_new_tokens": 6}),
+        (10, {"temperature": 0.0}, {"sample": False}),
+        (10, {"temperature": 1e-5}, {"sample": False}),
+        (10, {"temperature": 1.5, "top_p": 0.5, "top_k": 7}, {"temperature": 1.5, "top_p": 0.5, "top_k": 7}),
+        (10, {"ignore_eos": True, "min_tokens": 3, "seed": 9}, {"end_id": None, "min_tokens": 3, "seed": 9}),
+        (10, {"presence_penalty": 1.0}, {"presence_penalty": 1.0, "frequency_penalty": 0.0}),
+    ],
+)
+def test_the_engines_share(num_input_ids: int, fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    request = engine_request(num_input_ids, **fields)
+    assert {name: getattr(request, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("num_input_ids", "fields", "param", "message"),
+    [
+        (100, {}, "messages", "the prompt's 100 tokens and an answer of up to 1 are more than the context window of 100"),
+        (10, {"max_tokens": 91}, "max_tokens", "the prompt's 10 tokens and an answer of up to 91 are more than"),
+        (10, {"max_tokens": 10**30}, "max_tokens", "the prompt's 10 tokens and an answer of up to"),
+        (150, {"max_tokens": 5}, "messages", "shorten the messages or lower max_tokens"),
+        (10, {"min_tokens": 41}, "min_tokens", "min_tokens: 41 is more than the answer's limit of 40 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_counts(
+    num_input_ids: int, fields: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as got:
+        engine_request(num_input_ids, **fields)
+    assert message in got.value.message
+    assert got.value.param == param
+
+
+def test_every_request_has_an_id_of_its_own() -> None:
+    assert len({engine_request().request_id for _ in range(100)}) == 100
+
+
+def test_tiers_of_one_tokenizer_load_it_once(
+    artifact: Callable[[str], Path], engines: InProcessEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Path] = []
+    monkeypatch.setattr("orchestrator.pipeline.ChatTokenizer.load", loaded.append)
+    other = TIER.model_copy(update={"name": "other"})
+    third = TIER.model_copy(update={"name": "third", "tokenizer": "t3"})
+    Pipeline(Tiers(tier=[TIER, other, third], limits=Limits()), Path("root"), engines)
+    assert sorted(set(loaded)) == [Path("root/t"), Path("root/t3")]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "ttft_s", "total_s", "tps"),
+    [(0, None, 1.0, None), (1, 0.5, 1.0, None), (11, 0.5, 1.5, 10.0), (2, 1.0, 1.0, None)],
+)
+def test_tokens_per_second(num_tokens: int, ttft_s: float | None, total_s: float, tps: float | None) -> None:
+    assert tokens_per_second(num_tokens, ttft_s, total_s) == tps

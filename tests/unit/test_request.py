@@ -1,0 +1,181 @@
+"""What a caller may send; every refusal names the field, what came and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import InvalidRequestError
+from orchestrator.request import MAX_REQUEST_BYTES, ChatRequest, parse_request
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def parse(**fields: Any) -> ChatRequest:
+    return parse_request(json.dumps({"messages": [USER], **fields}).encode())
+
+
+def refusal(body: bytes) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as got:
+        parse_request(body)
+    return got.value
+
+
+REFUSED: list[tuple[str, Any, str, str]] = [
+    # field, value, param of the error, its message
+    ("max_tokens", 0, "max_tokens", "max_tokens: Input should be greater than or equal to 1 (got 0)"),  # V01
+    ("max_tokens", -5, "max_tokens", "max_tokens: Input should be greater than or equal to 1 (got -5)"),
+    ("max_tokens", 1.5, "max_tokens", "max_tokens: Input should be a valid integer (got 1.5)"),
+    ("max_tokens", True, "max_tokens", "max_tokens: Input should be a valid integer (got True)"),
+    ("max_completion_tokens", 0, "max_completion_tokens", "greater than or equal to 1 (got 0)"),
+    ("messages", [], "messages", "messages: List should have at least 1 item after validation, not 0"),  # V04
+    ("messages", "Hi", "messages", "messages: Input should be a valid array (got 'Hi')"),
+    ("messages", ["Hi"], "messages[0]", "messages[0]: Input should be an object (got 'Hi')"),
+    ("messages", [{"role": "user"}], "messages[0].content", "messages[0].content: required"),
+    ("messages", [{"content": "Hi"}], "messages[0].role", "messages[0].role: required"),
+    ("messages", [{**USER, "content": None}], "messages[0].content", "a valid string (got null)"),
+    ("messages", [USER, {**USER, "content": ""}], "messages[1].content", "messages[1].content: must not be empty"),
+    ("messages", [{**USER, "content": []}], "messages[0].content", "messages[0].content: must not be empty"),
+    ("messages", [{**USER, "content": 5}], "messages[0].content", "messages[0].content: Input should be"),
+    ("messages", [{**USER, "role": "tool"}], "messages[0].role", "'system', 'user' or 'assistant' (got 'tool')"),
+    ("messages", [{**USER, "tool_calls": []}], "messages[0].tool_calls", "messages[0].tool_calls: not supported"),
+    ("prompt", "", "prompt", "prompt: not supported; remove it"),
+    ("prompt", ["a", "b"], "prompt", "prompt: not supported; remove it"),
+    ("temperature", -0.1, "temperature", "temperature: Input should be greater than or equal to 0 (got -0.1)"),
+    ("temperature", 2.1, "temperature", "temperature: Input should be less than or equal to 2 (got 2.1)"),
+    ("temperature", "1", "temperature", "temperature: Input should be a valid number (got '1')"),
+    ("temperature", float("nan"), "temperature", "temperature: "),
+    ("temperature", float("inf"), "temperature", "temperature: "),
+    ("top_p", 0, "top_p", "top_p: Input should be greater than or equal to 0.000001 (got 0)"),
+    ("top_p", 1.1, "top_p", "top_p: Input should be less than or equal to 1 (got 1.1)"),
+    ("top_k", -1, "top_k", "top_k: Input should be greater than or equal to 0 (got -1)"),
+    ("top_k", 2**31, "top_k", "top_k: Input should be less than 2147483648 (got 2147483648)"),
+    ("stop", "", "stop", "stop: Value error, a stop string must not be empty (got '')"),
+    ("stop", ["a", ""], "stop", "stop: Value error, a stop string must not be empty (got ['a', ''])"),
+    ("stop", ["a"] * 17, "stop", "stop: Value error, at most 16 stop strings, not 17 (got ['a', "),
+    ("stop", 5, "stop", "stop: Input should be a valid string (got 5)"),
+    ("seed", -1, "seed", "seed: Input should be greater than or equal to 0 (got -1)"),
+    ("seed", 2**63, "seed", "seed: Input should be less than 9223372036854775808"),
+    ("presence_penalty", 2.1, "presence_penalty", "less than or equal to 2 (got 2.1)"),
+    ("frequency_penalty", -2.1, "frequency_penalty", "greater than or equal to -2 (got -2.1)"),
+    ("repetition_penalty", 0, "repetition_penalty", "greater than or equal to 0.01 (got 0)"),
+    ("min_tokens", -1, "min_tokens", "greater than or equal to 0 (got -1)"),
+    ("ignore_eos", 1, "ignore_eos", "ignore_eos: Input should be a valid boolean (got 1)"),
+    ("stream", "yes", "stream", "stream: Input should be a valid boolean (got 'yes')"),
+    ("stream_options", {"x": 1}, "stream_options.x", "stream_options.x: not supported; remove it"),
+    ("n", 2, "n", "n: Input should be less than or equal to 1 (got 2)"),
+    ("n", 0, "n", "n: Input should be greater than or equal to 1 (got 0)"),
+    ("model", None, "model", "model: Input should be a valid string (got null)"),
+    ("user", 5, "user", "user: Input should be a valid string (got 5)"),
+    ("a b", 5, "a b", "a b: not supported; remove it"),
+    *(
+        (field, value, field, f"{field}: not supported; remove it")
+        for field, value in {
+            "best_of": 2,
+            "functions": [],
+            "logit_bias": {},
+            "logprobs": True,
+            "response_format": {"type": "json_object"},
+            "store": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": 2,
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "param", "message"), REFUSED)
+def test_a_refusal_names_its_field(field: str, value: Any, param: str, message: str) -> None:
+    error = refusal(json.dumps({"messages": [USER], field: value}).encode())
+    assert message in error.message
+    assert error.param == param
+    assert error.status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the request is not JSON: "),
+        (b"{", "the request is not JSON: "),
+        (b"\xff", "the request is not JSON: "),
+        (b"[" * 10_000, "the request is not JSON: "),
+        (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', "the request is not JSON: "),
+        (b"[]", "the request: Input should be an object (got [])"),
+        (b"null", "the request: Input should be an object (got null)"),
+        (b'{"prompt": ""}', "messages: required"),
+        (b" " * (MAX_REQUEST_BYTES + 1), "the request has 1048577 bytes; at most 1048576 are allowed"),
+    ],
+)
+def test_a_body_that_is_no_request(body: bytes, message: str) -> None:
+    assert refusal(body).message.startswith(message)
+
+
+def test_a_long_value_is_shortened() -> None:
+    message = refusal(json.dumps({"messages": [USER], "max_tokens": "9" * 1000}).encode()).message
+    assert message.endswith("9...)")
+    assert len(message) < 200
+
+
+@pytest.mark.parametrize(
+    ("stop", "stops"),
+    [
+        (None, []),
+        ("<im_end>", ["<im_end>"]),
+        (["<im_end>"], ["<im_end>"]),  # case V07: text that looks like a special token is a text like any other
+        (["a", "b"], ["a", "b"]),
+        (["a"] * 16, ["a"] * 16),
+    ],
+)
+def test_stops(stop: Any, stops: list[str]) -> None:
+    assert parse(stop=stop).stops == stops
+
+
+def test_text_parts_are_joined_as_they_are() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert parse(messages=[{"role": "user", "content": parts}]).messages[0].text() == "a b"
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({}, None),
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 6}, 6),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, 6),
+    ],
+)
+def test_output_limit(fields: dict[str, int], limit: int | None) -> None:
+    assert parse(**fields).output_limit == limit
+
+
+def test_null_is_as_if_left_out() -> None:
+    nulls = dict.fromkeys(("max_tokens", "temperature", "top_p", "stop", "seed", "n", "stream_options", "user"))
+    assert parse(**nulls) == parse()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+FIELDS = st.dictionaries(st.sampled_from(sorted(ChatRequest.model_fields)) | st.text(max_size=8), JSON, max_size=5)
+
+
+@given(fields=FIELDS)
+def test_any_json_is_a_request_or_refused(fields: dict[str, Any]) -> None:
+    for body in (fields, {"messages": [USER], **fields}, {"messages": [fields]}):
+        try:
+            parse_request(json.dumps(body).encode())
+        except InvalidRequestError as error:
+            assert error.message
+
+
+@given(body=st.binary(max_size=64))
+def test_any_bytes_are_a_request_or_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        parse_request(body)
