@@ -33,7 +33,7 @@ class EngineClient(Protocol):
     def stream(self, model: str, request: EngineRequest) -> Generator[list[int], None, None]:
         """New token ids as the engine makes them; raises `EngineError` when it fails, also after tokens.
 
-        Closing it waits until the engine let go of the request. It ends nothing by itself: `stop` does.
+        Closing it early ends the generation; it returns when the engine has let go of the request.
         """
 
     def stop(self, model: str, request_id: str) -> None:
@@ -171,7 +171,6 @@ class Pipeline:
                 answer.usage = Usage(len(engine_request.input_ids), num_tokens)
                 emit(stops.push(detokenizer.push(token_ids)))
                 if stops.matched is not None:
-                    stop_engine()
                     break
             call.on_cancel(None)
             emit(stops.flush())

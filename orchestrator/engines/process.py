@@ -41,6 +41,7 @@ class ProcessEngine:
         first = json.loads(self._out.readline() or "{}")
         if "ready" not in first:
             self._process.kill()
+            self._process.communicate()
             raise RuntimeError(first.get("failed", "the engine's process ended while loading; its log says why"))
         self._reader = threading.Thread(target=self._read, name="engine", daemon=True)
         self._reader.start()
@@ -82,6 +83,7 @@ class ProcessEngine:
                 with self._lock:
                     deliver = self._live.pop(request_id) if chunk.finished else self._live[request_id]
                 deliver(chunk)
+        self._out.close()
         status = self._process.wait()
         with self._lock:
             self._failure = self._failure or failure or f"the engine's process ended with status {status}"

@@ -86,6 +86,7 @@ class Worker:
     def _stop(self, request_id: str, chunks: dict[str, Chunk]) -> None:
         if request_id not in self._live:
             return
+        self._live.remove(request_id)  # a second stop may be right behind
         self._stepper.stop(request_id)
         chunks[request_id] = Chunk([], finished=True)
         line = {"event": "engine_stopped", "request_id": request_id, "monotonic_s": time.monotonic()}

@@ -112,6 +112,9 @@ class TritonEngineClient:
                     raise EngineError(text.tobytes().decode(errors="replace"))
                 if contracts.OUTPUT_IDS.name in outputs:
                     yield outputs[contracts.OUTPUT_IDS.name].as_numpy().reshape(-1).tolist()
+        except GeneratorExit:
+            self.stop(model, request.request_id)
+            raise
         finally:
             for _ in responses:  # drained, or Triton keeps the request
                 pass

@@ -1,8 +1,9 @@
-"""One child process of `serve`: started with a log file, watched, stopped, never left behind."""
+"""The child processes of `serve`: started with a log file, watched, stopped, never left behind."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from orchestrator.triton import die_with_parent
+from orchestrator.triton import cleaner
 
 POLL_INTERVAL_S = 0.05
 LOG_TAIL_LINES = 30
@@ -18,6 +19,35 @@ LOG_TAIL_LINES = 30
 
 class StartError(Exception):
     """Something the operator must fix before (or because) `serve` cannot run; the text says what and how."""
+
+
+class Cleaner:
+    """Sees to it that nothing is left when its block ends, or this process does, however that happens.
+
+    `shm_prefix` is a prefix for names in /dev/shm that no other server uses; see `cleaner` for the rest.
+    """
+
+    def __init__(self) -> None:
+        self.shm_prefix = f"triton-realtime-{os.getpid()}-{secrets.token_hex(4)}-"
+
+    def __enter__(self) -> Cleaner:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", cleaner.__file__, self.shm_prefix],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.communicate()
+
+    def watch(self, child: Child) -> None:
+        """Have the child's whole process group killed at the end."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"%d\n" % child.pid)
+        self._process.stdin.flush()
 
 
 class Child:
@@ -32,10 +62,9 @@ class Child:
     ) -> None:
         self.name = name
         self.log = log
-        wrapper = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())]
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
-                [*wrapper, *command],
+                command,
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,

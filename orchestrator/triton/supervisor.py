@@ -7,7 +7,6 @@ A dead child: the other one ends, and `ChildDied` shows the last lines of the de
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import math
@@ -16,17 +15,16 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.triton.artifact import Artifact, check_artifact
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
-from orchestrator.triton.process import POLL_INTERVAL_S, Child, StartError
+from orchestrator.triton.process import POLL_INTERVAL_S, Child, Cleaner, StartError
 from orchestrator.triton.server import TritonInstall, TritonLaunch, find_triton, launch
 
 READY_FILE = "serve.json"
-_SHARED_MEMORY = Path("/dev/shm")
 # After one child died, the other one's streams have lost what they need; it only has to tell its clients.
 _FAILURE_DRAIN_S = 5.0
 # Triton ends its in-flight requests itself after --exit-timeout-secs; this much later it counts as stuck.
@@ -108,19 +106,19 @@ def serve(options: ServeOptions) -> None:
         run_dir = options.run_dir.resolve()
         run_dir.mkdir(parents=True, exist_ok=True)
         facts = ServeFacts(install, options.host, ports, run_dir)
-        with _shared_memory_prefix() as shm_prefix:
+        with Cleaner() as cleaner:
             triton = launch(
                 install,
                 model_repository=artifact.model_repository,
                 ports=ports,
                 run_dir=run_dir,
-                shm_prefix=shm_prefix,
+                shm_prefix=cleaner.shm_prefix,
                 restricted_key=secrets.token_urlsafe(),
                 exit_timeout_s=math.ceil(options.drain_timeout_s),
                 environ=os.environ,
             )
             gateway = gateway_command(artifact, options.host, ports, options.drain_timeout_s)
-            supervise(triton, gateway, facts, options.drain_timeout_s, signals)
+            supervise(triton, gateway, facts, options.drain_timeout_s, signals, cleaner)
 
 
 def gateway_command(artifact: Artifact, host: str, ports: Ports, drain_timeout_s: float) -> tuple[str, ...]:
@@ -141,6 +139,7 @@ def supervise(
     facts: ServeFacts,
     drain_timeout_s: float,
     signals: Signals,
+    cleaner: Cleaner,
 ) -> None:
     """Start both children, tell when they are ready, wait for a signal or a death, leave nothing running."""
     steps = (
@@ -155,6 +154,7 @@ def supervise(
             if signals.count:
                 break
             children.append(Child(name, command, facts.log(name), env))
+            cleaner.watch(children[-1])
             _watch(children, signals, until=is_ready)
         if not signals.count:
             _write_atomically(ready_file, facts.as_json())
@@ -215,17 +215,6 @@ def _probe(host: str, port: int, path: str) -> Callable[[], bool]:
             connection.close()
 
     return is_ready
-
-
-@contextlib.contextmanager
-def _shared_memory_prefix() -> Iterator[str]:
-    """A prefix no other server uses; what is left under it is removed, as after a hard stop of Triton."""
-    prefix = f"triton-realtime-{os.getpid()}-{secrets.token_hex(4)}-"
-    try:
-        yield prefix
-    finally:
-        for region in _SHARED_MEMORY.glob(f"{prefix}*"):
-            region.unlink(missing_ok=True)
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -98,3 +98,27 @@ class Request:
 
 def get_input_tensor_by_name(request: Request, name: str) -> Tensor | None:
     return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
+
+
+class InferenceRequest:
+    """Keeps what a model asks of another one."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+
+class MetricFamily:
+    GAUGE = 1
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    def Metric(self, labels: dict[str, str]) -> Metric:  # noqa: N802 (Triton's name)
+        return Metric()
+
+
+class Metric:
+    value = 0.0
+
+    def set(self, value: float) -> None:
+        self.value = value

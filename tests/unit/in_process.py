@@ -28,6 +28,9 @@ class InProcessEngines:
                     yield chunk.token_ids
                 if chunk.error is not None:
                     raise EngineError(chunk.error)
+        except GeneratorExit:
+            self.stop(model, request.request_id)
+            raise
         finally:
             for _ in chunks:  # until the engine let go
                 pass

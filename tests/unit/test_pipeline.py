@@ -36,15 +36,22 @@ def settings() -> Settings:
     return Settings(engine="scripted", max_batch_size=8, context_window=8192, vocab_size=49152)
 
 
-@pytest.fixture
-def engines(tokenizer: Tokenizer, settings: Settings) -> InProcessEngines:
+@pytest.fixture(scope="module")
+def shared_engines(tokenizer: Tokenizer, settings: Settings) -> InProcessEngines:
     return InProcessEngines(lambda: ScriptedStepper(tokenizer, settings))
 
 
 @pytest.fixture
-def pipeline(artifact: Callable[[str], Path], engines: InProcessEngines) -> Pipeline:
+def engines(shared_engines: InProcessEngines) -> InProcessEngines:
+    shared_engines.requests.clear()
+    shared_engines.stopped.clear()
+    return shared_engines
+
+
+@pytest.fixture(scope="module")
+def pipeline(artifact: Callable[[str], Path], shared_engines: InProcessEngines) -> Pipeline:
     root = artifact("scripted")
-    return Pipeline(load_tiers(root / "tiers.toml"), root, engines)
+    return Pipeline(load_tiers(root / "tiers.toml"), root, shared_engines)
 
 
 def body(script: dict[str, Any] | None = None, **fields: Any) -> bytes:

@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.__main__ import main
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
-from orchestrator.triton.process import Child
+from orchestrator.triton.process import Child, Cleaner
 from orchestrator.triton.server import TritonInstall, TritonLaunch
 from orchestrator.triton.supervisor import ChildDied, ServeFacts, Signals, supervise
 
@@ -58,9 +58,9 @@ class Fakes:
         self, signals: Signals, triton: str = "", gateway: str = "", drain_timeout_s: float = 5.0
     ) -> None:
         launch = TritonLaunch(self.command("triton", self.ports.triton_http, triton), os.environ)
-        supervise(
-            launch, self.command("gateway", self.ports.gateway, gateway), self.facts, drain_timeout_s, signals
-        )
+        command = self.command("gateway", self.ports.gateway, gateway)
+        with Cleaner() as cleaner:
+            supervise(launch, command, self.facts, drain_timeout_s, signals, cleaner)
 
     def is_ready(self) -> bool:
         return self.ready_file.exists()
@@ -202,20 +202,28 @@ def test_the_log_tail_is_short(tmp_path: Path) -> None:
     assert child.obituary().splitlines()[2:] == [f"  | {i}" for i in range(70, 100)]
 
 
-def test_children_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
+def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    """Neither a child, nor what the child started, nor its shared memory."""
     script = f"""
-        import sys, time, pathlib
-        from orchestrator.triton.process import Child
-        print(Child("sleeper", ("sleep", "60"), pathlib.Path({str(tmp_path / "log")!r})).pid, flush=True)
-        time.sleep(60)
+        import pathlib, time
+        from orchestrator.triton.process import Child, Cleaner
+        with Cleaner() as cleaner:
+            log = pathlib.Path({str(tmp_path / "log")!r})
+            cleaner.watch(Child("child", ("bash", "-c", "sleep 60 & echo $! $$; wait"), log))
+            pathlib.Path("/dev/shm", cleaner.shm_prefix + "region").touch()
+            print(cleaner.shm_prefix, flush=True)
+            time.sleep(60)
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
-    ) as supervisor:
-        pid = int(supervisor.stdout.readline())
-        wait_for(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        region = Path("/dev/shm", supervisor.stdout.readline().strip() + "region")
+        wait_for(lambda: (tmp_path / "log").read_text().endswith("\n"))
+        assert region.exists()
         supervisor.kill()
-    wait_for(lambda: not is_alive(pid))
+    for pid in map(int, (tmp_path / "log").read_text().split()):
+        wait_for(lambda pid=pid: not is_alive(pid))  # type: ignore[misc]
+    wait_for(lambda: not region.exists())
 
 
 def test_a_hard_stop_reaches_what_a_child_started(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""Stream an answer over gRPC with NVIDIA's client alone (pip install 'tritonclient[grpc]').
+
+    python examples/grpc_stream.py "What is the capital of France?" --url 127.0.0.1:8001
+"""
+
+import argparse
+import json
+import queue
+import sys
+
+import numpy as np
+import tritonclient.grpc as triton
+
+
+def stream(url: str, request: dict):
+    """Yield the orchestrator's events for one OpenAI chat-completion request; raises its error."""
+    responses: queue.Queue = queue.Queue()
+    with triton.InferenceServerClient(url) as client:
+        client.start_stream(lambda result, error: responses.put((result, error)))
+        body = triton.InferInput("request", [1], "BYTES")
+        body.set_data_from_numpy(np.array([json.dumps(request)], dtype=np.object_))
+        # The empty final response tells when a decoupled model has said everything.
+        client.async_stream_infer("orchestrator", [body], enable_empty_final_response=True)
+        try:
+            while True:
+                result, error = responses.get(timeout=600)
+                if error:
+                    raise error
+                event = result.as_numpy("event")
+                if event is not None and event.size:
+                    yield json.loads(event[0])
+                if result.get_response().parameters["triton_final_response"].bool_param:
+                    return
+        finally:
+            client.stop_stream(cancel_requests=True)  # leaving early ends the generation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", nargs="?", default="What is the capital of France? Answer in one sentence.")
+    parser.add_argument("--url", default="127.0.0.1:8001", help="Triton's gRPC address (%(default)s)")
+    args = parser.parse_args()
+    request = {"model": "auto", "messages": [{"role": "user", "content": args.question}], "stream": True}
+    try:
+        for event in stream(args.url, request):
+            for choice in event["choices"]:
+                print(choice["delta"].get("content", ""), end="", flush=True)
+            if "rt" in event:
+                print("\n" + json.dumps(event["rt"]))
+    except triton.InferenceServerException as error:
+        sys.exit(f"error: {error.message()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`python -m perf`: measurements against the budgets, from a checkout; README.md defines every number."""

@@ -1,0 +1,84 @@
+"""The command line: `python -m perf overhead|streams|cancel`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from perf.cancel import cancel
+from perf.errors import PerfError
+from perf.overhead import overhead
+from perf.report import publish
+from perf.streams import streams
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a measurement; returns the exit code: 0, 1 for an error, 130 when interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "overhead":
+            table, result = overhead(
+                options.artifacts, options.requests, options.scripted_requests, options.first_token_ms
+            )
+        elif options.command == "streams":
+            table, result = streams(options.artifacts, options.streams, options.rounds, options.tokens)
+        else:
+            table, result = cancel(options.artifacts, options.times, options.others)
+        publish(table, result, options.json)
+    except (PerfError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; everything was stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--artifacts", type=Path, default=Path("artifacts"), metavar="DIR", help="what `python -m build` made"
+    )
+    common.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON line to FILE")
+    parser = argparse.ArgumentParser(prog="python -m perf", description="Measure against the budgets.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=text, parents=[common], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+
+    command = add("overhead", "what gateway and orchestrator add to the first token")
+    command.add_argument("--requests", type=_count, default=200, help="requests of each path, real engine")
+    command.add_argument("--scripted-requests", type=_count, default=1000, help="the same, scripted engine")
+    command.add_argument(
+        "--first-token-ms", type=float, default=40.0, help="when the scripted engine answers"
+    )
+    command = add("streams", "tokens/s out of SSE against the engine library alone")
+    command.add_argument("--streams", type=_counts, default=[1, 8, 16, 32], help="such as 8,16")
+    command.add_argument("--rounds", type=_count, default=3, help="rounds of each side")
+    command.add_argument("--tokens", type=_count, default=64, help="tokens of each stream")
+    command = add("cancel", "how soon the engine lets go when a client leaves")
+    command.add_argument(
+        "--times", type=_count, default=30, help="clients that leave, alone and beside others each"
+    )
+    command.add_argument("--others", type=_count, default=8, help="other streams")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run in order, as Ctrl-C does
+    sys.exit(main())

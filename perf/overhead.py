@@ -1,0 +1,107 @@
+"""`python -m perf overhead`: what gateway and orchestrator add to the first token.
+
+Two paths to one engine, in pairs in one run: over HTTP through the gateway, and by gRPC to the engine model
+with the token ids that the orchestrator would send. The two requests of a pair are the same question, each
+with a number of its own in front: equally many tokens, and neither finds the other's prefix cached. Who
+goes first alternates. Each request waits until the one before is over.
+
+The clock starts when the request's last byte was handed to the kernel (HTTP), or the request to gRPC's open
+stream; what gRPC then does to send and receive counts for the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from perf.engine_client import EngineClient
+from perf.errors import PerfError
+from perf.prompts import fresh_question, script
+from perf.report import format_table, say
+from perf.sse import SseConnection, chat_body
+from perf.stack import Stack, find_artifact, running_stack
+from perf.stats import percentile, summarize
+
+P50_BAR_MS = 4.0  # with the real engine
+P99_BAR_MS = 10.0  # with the scripted one
+_WARM_UP_PAIRS = 10
+# The first token is what is measured; the second keeps the answer a stream.
+_MAX_TOKENS = 2
+_SCRIPT_TEXT = "one two"  # two tokens
+_SCRIPT_ITL_MS = 2.0
+
+Prompt = Callable[[int, int], str]
+
+
+def overhead(
+    artifacts: Path, num_requests: int, num_scripted_requests: int, first_token_ms: float
+) -> tuple[str, dict[str, Any]]:
+    """Measure both engines; returns table and result. Raises `PerfError`."""
+    with running_stack(find_artifact(artifacts, "cpu")) as stack:
+        real = measure(stack, fresh_question, num_requests)
+    with running_stack(find_artifact(artifacts, "scripted")) as stack:
+        scripted = measure(
+            stack,
+            lambda _, number: script(_SCRIPT_TEXT, first_token_ms, _SCRIPT_ITL_MS, number),
+            num_scripted_requests,
+        )
+    result = {
+        "command": "overhead",
+        "added_ttft_ms": {"p50": _added(real, 50), "p99": _added(scripted, 99)},
+        "real": _describe(real),
+        "scripted": {**_describe(scripted), "first_token_ms": first_token_ms},
+    }
+    return _table(result), result
+
+
+def measure(stack: Stack, prompt: Prompt, num_pairs: int) -> dict[str, list[float]]:
+    """First-token times in ms by path; `prompt` makes a text of a pair's index and a number used once."""
+    tokenizer = stack.load_tokenizer()
+    times: dict[str, list[float]] = {"gateway": [], "engine": []}
+    with (
+        SseConnection(stack.gateway_url) as gateway,
+        EngineClient(stack.triton_grpc_url, stack.tier.model) as engine,
+    ):
+        for pair in range(-_WARM_UP_PAIRS, num_pairs):
+            number = 2 * (pair + _WARM_UP_PAIRS)
+            texts = prompt(pair, number), prompt(pair, number + 1)
+            by_http, by_grpc = (tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts)
+            if len(by_http) != len(by_grpc):
+                raise PerfError(
+                    f"prompts of {len(by_http)} and {len(by_grpc)} tokens cannot be compared: {texts}"
+                )
+            body = chat_body(texts[0], _MAX_TOKENS)
+            asks: list[tuple[str, Callable[[], float]]] = [
+                ("gateway", lambda body=body: gateway.ask(body).ttft_ms),  # type: ignore[misc]
+                ("engine", lambda ids=by_grpc: engine.first_token_ms(ids, _MAX_TOKENS)),  # type: ignore[misc]
+            ]
+            for path, ask in asks if pair % 2 else reversed(asks):
+                ttft_ms = ask()
+                if pair >= 0:
+                    times[path].append(ttft_ms)
+            if pair >= 0 and (pair + 1) % 50 == 0:
+                say(f"  {pair + 1} of {num_pairs} pairs")
+    return times
+
+
+def _added(times: dict[str, list[float]], percent: float) -> float:
+    return round(percentile(times["gateway"], percent) - percentile(times["engine"], percent), 3)
+
+
+def _describe(times: dict[str, list[float]]) -> dict[str, Any]:
+    added = {f"p{percent}": _added(times, percent) for percent in (50, 90, 99)}
+    return {path: summarize(values) for path, values in times.items()} | {"added_ttft_ms": added}
+
+
+def _table(result: dict[str, Any]) -> str:
+    rows: list[tuple[object, ...]] = []
+    for engine in ("real", "scripted"):
+        measured = result[engine]
+        for path in ("gateway", "engine"):
+            times = measured[path]
+            rows.append((f"{engine}: {path}", times["num"], times["p50"], times["p90"], times["p99"], ""))
+        added = measured["added_ttft_ms"]
+        bar = f"p50 <= {P50_BAR_MS:.0f}" if engine == "real" else f"p99 <= {P99_BAR_MS:.0f}"
+        rows.append((f"{engine}: added", "", added["p50"], added["p90"], added["p99"], bar))
+    return format_table(("first token, ms", "requests", "p50", "p90", "p99", "bar"), rows)

@@ -1,0 +1,147 @@
+"""A lean client of `/v1/chat/completions`: while an answer comes it only records bytes and times.
+
+The client runs on the cores it measures, so nothing is parsed before the answer is over.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from perf.errors import PerfError
+
+TIMEOUT_S = 120.0
+_RECEIVE_BYTES = 1 << 16
+# How the server writes a delta's text. Text cannot imitate it: inside a JSON string the quotes are escaped.
+_TEXT_MARK = b'"content":"'
+# The last chunk of a chunked body (RFC 9112, section 7.1). A chunk of events ends in "\n\n\r\n" instead.
+_END_MARK = b"0\r\n\r\n"
+
+
+class Answer(NamedTuple):
+    """One streamed answer. Times are `time.monotonic()`: `sent_s` is when the request's last byte had been
+    handed to the kernel, the others when the first and last text had arrived. Events are those with text."""
+
+    sent_s: float
+    first_token_s: float
+    last_token_s: float
+    num_events: int
+    num_tokens: int
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self.first_token_s - self.sent_s) * 1000
+
+
+def chat_body(prompt: str, max_tokens: int) -> bytes:
+    """A request for exactly `max_tokens` tokens, greedy, streamed, with usage."""
+    request = {
+        "model": "auto",
+        "messages": [{"role": "user", "content": prompt}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    }
+    return json.dumps(request).encode()
+
+
+class SseConnection:
+    """One keep-alive connection, one request at a time. A context manager."""
+
+    def __init__(self, url: str) -> None:
+        address = urlsplit(url)
+        self._host = address.netloc
+        self._socket = socket.create_connection((address.hostname, address.port), TIMEOUT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._raw = bytearray()
+        self._arrivals: list[tuple[int, float]] = []  # bytes received up to a time
+        self._sent_s = 0.0
+
+    def __enter__(self) -> SseConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, body: bytes) -> None:
+        """Start a request; the answer before it must be complete."""
+        self._raw.clear()
+        self._arrivals.clear()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        self._socket.sendall(head.encode() + body)
+        self._sent_s = time.monotonic()
+
+    def receive(self) -> bool:
+        """Wait for bytes, record them; True when the answer is complete. Raises `PerfError` on failure."""
+        data = self._socket.recv(_RECEIVE_BYTES)
+        now = time.monotonic()
+        if not data:
+            raise PerfError(f"http://{self._host}: closed the connection inside an answer")
+        self._raw += data
+        self._arrivals.append((len(self._raw), now))
+        if len(self._arrivals) == 1 and b" 200 " not in data[:16]:
+            data += self._socket.recv(_RECEIVE_BYTES)  # uvicorn sends head and body apart
+            raise PerfError(f"http://{self._host}: {data.decode(errors='replace')}")
+        return self._raw.endswith(_END_MARK)
+
+    def ask(self, body: bytes) -> Answer:
+        """Send, and receive the whole answer."""
+        self.send(body)
+        while not self.receive():
+            pass
+        return self.answer()
+
+    def num_text_events(self) -> int:
+        """Events with text so far."""
+        return self._raw.count(_TEXT_MARK)
+
+    def answer(self) -> Answer:
+        """The complete answer, parsed. Raises `PerfError` for an error event or without text or usage."""
+        times: list[float] = []
+        num_tokens = None
+        for event, num_bytes in _events(self._raw):
+            if event == b"[DONE]":
+                break
+            chunk = json.loads(event)
+            if "error" in chunk:
+                raise PerfError(f"http://{self._host}: {chunk['error']['message']}")
+            if any(choice["delta"].get("content") for choice in chunk["choices"]):
+                times.append(self._arrivals[bisect_left(self._arrivals, (num_bytes,))][1])
+            if chunk.get("usage"):
+                num_tokens = chunk["usage"]["completion_tokens"]
+        if not times or num_tokens is None:
+            raise PerfError(
+                f"http://{self._host}: the stream ended without {'usage' if times else 'any text'}"
+            )
+        return Answer(self._sent_s, times[0], times[-1], len(times), num_tokens)
+
+
+def _events(raw: bytes | bytearray) -> Iterator[tuple[bytes, int]]:
+    """The events of a chunked response, each with the number of raw bytes up to the end of it."""
+    position = raw.index(b"\r\n\r\n") + 4
+    pending = b""
+    while True:
+        line_end = raw.index(b"\r\n", position)
+        start, size = line_end + 2, int(raw[position:line_end], 16)
+        if size == 0:
+            return
+        end = start + size
+        *events, pending = (pending + raw[start:end]).split(b"\n\n")
+        for event in events:
+            yield event.removeprefix(b"data: "), end
+        position = end + 2

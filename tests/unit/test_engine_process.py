@@ -1,0 +1,381 @@
+"""The engine's own process: join, leave and die, and each request ends with exactly one finished chunk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from orchestrator.engines import Chunk, EngineRefusal, EngineRequest
+from orchestrator.engines.process import ProcessEngine
+from orchestrator.engines.worker import CommandReader, Worker, write_line
+
+PARAMETERS = {"engine": "scripted", "max_batch_size": "8", "context_window": "8192", "vocab_size": "49152"}
+TIMEOUT_S = 10.0
+
+
+class Inbox:
+    """Where the chunks of one request arrive."""
+
+    def __init__(self) -> None:
+        self._chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
+        self.put = self._chunks.put
+
+    def next(self) -> Chunk:
+        return self._chunks.get(timeout=TIMEOUT_S)
+
+    def until_finished(self) -> list[Chunk]:
+        chunks = [self.next()]
+        while not chunks[-1].finished:
+            chunks.append(self.next())
+        return chunks
+
+    def is_empty(self) -> bool:
+        return self._chunks.empty()
+
+
+# --- the worker, over pipes, with a stepper that does what the test says -------------------------------------
+
+
+class FakeStepper:
+    """Emits one token (the number of its step) for each live request; what a test puts into `die` it raises."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.live: set[str] = set()
+        self.may_step = threading.Semaphore(0)
+        self.num_steps = 0
+        self.die: Exception | None = None
+
+    def add(self, request: EngineRequest) -> None:
+        if request.max_new_tokens > 100:
+            raise EngineRefusal("request_output_len: too much")
+        self.log.append(f"add {request.request_id}")
+        self.live.add(request.request_id)
+
+    def stop(self, request_id: str) -> None:
+        self.log.append(f"stop {request_id}")
+        self.live.remove(request_id)
+
+    def has_requests(self) -> bool:
+        return bool(self.live)
+
+    def step(self) -> dict[str, Chunk]:
+        assert self.may_step.acquire(timeout=TIMEOUT_S)
+        if self.die is not None:
+            raise self.die
+        self.num_steps += 1
+        return {request_id: Chunk([self.num_steps]) for request_id in sorted(self.live)}
+
+
+class RunningWorker:
+    """A worker in a thread, and the two pipes to it."""
+
+    def __init__(self, stepper: FakeStepper) -> None:
+        commands_fd, self._in_fd = os.pipe()
+        self._out_fd, chunks_fd = os.pipe()
+        self._fds = (commands_fd, chunks_fd)
+        self._output = CommandReader(self._out_fd)  # it reads any JSON lines
+        self._seen: list[dict[str, Any]] = []
+        self.died: Exception | None = None
+        self._worker = Worker(stepper, CommandReader(commands_fd), chunks_fd)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._worker.run()
+        except Exception as error:
+            self.died = error
+
+    def add(self, request_id: str, max_new_tokens: int = 10) -> None:
+        fields = {"request_id": request_id, "input_ids": [1], "max_new_tokens": max_new_tokens}
+        write_line(self._in_fd, {"add": fields})
+
+    def stop(self, request_id: str) -> None:
+        write_line(self._in_fd, {"stop": request_id})
+
+    def send_raw(self, data: bytes) -> None:
+        os.write(self._in_fd, data)
+
+    def chunks(self) -> dict[str, Chunk]:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not self._seen:
+            assert self.died is None and time.monotonic() < deadline_s, self.died
+            self._seen += self._output.read(wait=False)
+        return {request_id: Chunk(*fields) for request_id, fields in self._seen.pop(0)["chunks"].items()}
+
+    def end(self) -> None:
+        os.close(self._in_fd)
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+        for fd in (self._out_fd, *self._fds):
+            os.close(fd)
+
+
+@pytest.fixture
+def stepper() -> FakeStepper:
+    return FakeStepper()
+
+
+@pytest.fixture
+def worker(stepper: FakeStepper) -> Iterator[RunningWorker]:
+    worker = RunningWorker(stepper)
+    yield worker
+    stepper.may_step.release(1000)
+    worker.end()
+
+
+def test_requests_join_and_leave_between_steps(stepper: FakeStepper, worker: RunningWorker) -> None:
+    worker.add("a")
+    stepper.may_step.release()
+    assert worker.chunks() == {"a": Chunk([1])}
+    worker.add("b")  # joins while "a" runs
+    stepper.may_step.release(2)
+    seen = [worker.chunks(), worker.chunks()]
+    assert seen[-1] == {"a": Chunk([3]), "b": Chunk([3])}
+    worker.stop("a")
+    stepper.may_step.release(2)
+    while (chunks := worker.chunks()) != {"a": Chunk([], finished=True)}:
+        assert "a" in chunks
+    assert set(worker.chunks()) == {"b"}
+
+
+def test_a_request_stopped_before_it_began_never_runs(stepper: FakeStepper, worker: RunningWorker) -> None:
+    worker.send_raw(
+        b'{"add":{"request_id":"a","input_ids":[1],"max_new_tokens":5}}\n{"stop":"a"}\n'
+    )
+    assert worker.chunks() == {"a": Chunk([], finished=True)}
+    assert (stepper.log, stepper.num_steps) == (["add a", "stop a"], 0)
+
+
+def test_stopping_twice_or_what_is_unknown_is_nothing(stepper: FakeStepper, worker: RunningWorker) -> None:
+    worker.stop("nobody")
+    worker.add("a")
+    worker.stop("a")
+    worker.stop("a")
+    worker.add("b")
+    stepper.may_step.release(2)
+    finished = 0
+    while "b" not in (chunks := worker.chunks()):
+        finished += chunks["a"].finished
+    assert finished == 1
+    assert stepper.log == ["add a", "stop a", "add b"]
+
+
+def test_a_refused_request_disturbs_nobody(stepper: FakeStepper, worker: RunningWorker) -> None:
+    worker.add("a")
+    worker.add("b", max_new_tokens=101)
+    stepper.may_step.release(2)
+    seen: dict[str, Chunk] = {}
+    while set(seen) != {"a", "b"}:
+        seen |= worker.chunks()
+    assert seen["b"] == Chunk([], finished=True, error="request_output_len: too much")
+    assert seen["a"].error is None
+
+
+def test_a_command_in_pieces(stepper: FakeStepper, worker: RunningWorker) -> None:
+    line = b'{"add":{"request_id":"a","input_ids":[1],"max_new_tokens":5}}\n'
+    for byte in line:
+        worker.send_raw(bytes([byte]))
+    stepper.may_step.release()
+    assert worker.chunks() == {"a": Chunk([1])}
+
+
+def test_a_stepper_that_fails_ends_the_worker(stepper: FakeStepper, worker: RunningWorker) -> None:
+    stepper.die = RuntimeError("out of memory")
+    worker.add("a")
+    stepper.may_step.release()
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while worker.died is None and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert worker.died is stepper.die
+
+
+def test_a_stop_is_logged_with_the_last_steps(
+    stepper: FakeStepper, worker: RunningWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "orchestrator.engine"):
+        worker.add("a")
+        stepper.may_step.release(6)
+        while worker.chunks() != {"a": Chunk([6])}:
+            pass
+        worker.stop("a")
+        stepper.may_step.release()
+        while not worker.chunks()["a"].finished:
+            pass
+    (line,) = [json.loads(message) for message in caplog.messages]
+    assert (line["event"], line["request_id"]) == ("engine_stopped", "a")
+    assert len(line["last_steps_began_s"]) == 4
+    assert line["last_steps_began_s"] == sorted(line["last_steps_began_s"])
+    assert line["last_steps_began_s"][-1] <= line["monotonic_s"]
+
+
+# --- the process ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running_engine(model_dir: Path, **parameters: str) -> Iterator[ProcessEngine]:
+    engine = ProcessEngine({**PARAMETERS, **parameters}, model_dir)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(autouse=True)
+def python_in_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine runs on the first python3 in PATH, as Triton's stub does."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tokenizer_dir: Path) -> Iterator[ProcessEngine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        with running_engine(tokenizer_dir.parent) as engine:
+            yield engine
+
+
+@pytest.fixture(scope="module")
+def request_for(tokenizer: Tokenizer) -> Callable[..., EngineRequest]:
+    """A request whose prompt is the script in `fields`."""
+
+    def make(request_id: str, *, padding: int = 0, **fields: Any) -> EngineRequest:
+        prompt = "x " * padding + f"#script {json.dumps(fields)}"
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        return EngineRequest(request_id, ids, max_new_tokens=2000, end_id=2)
+
+    return make
+
+
+def process_id(engine: ProcessEngine) -> int:
+    return engine._process.pid
+
+
+def test_a_request_runs_to_its_end(shared_engine: ProcessEngine, request_for: Callable[..., EngineRequest]) -> None:
+    inbox = Inbox()
+    shared_engine.add(request_for("a", token_ids=[[5], [6, 7], []]), inbox.put)
+    assert inbox.until_finished() == [Chunk([5]), Chunk([6, 7]), Chunk([], finished=True)]
+    assert inbox.is_empty()
+
+
+def test_an_id_may_run_once_at_a_time(
+    shared_engine: ProcessEngine, request_for: Callable[..., EngineRequest]
+) -> None:
+    inbox = Inbox()
+    shared_engine.add(request_for("a", token_ids=[[5], [6]], first_token_ms=5000), inbox.put)
+    with pytest.raises(EngineRefusal, match="^request id: 'a' is already running; use a fresh one$"):
+        shared_engine.add(request_for("a", token_ids=[[5]]), inbox.put)
+    shared_engine.stop("a")
+    assert inbox.until_finished() == [Chunk([], finished=True)]
+    shared_engine.add(request_for("a", token_ids=[[5]]), inbox.put)  # and then again
+    assert inbox.until_finished() == [Chunk([5], finished=True)]
+
+
+def test_a_stop_ends_a_request_in_its_midst(
+    shared_engine: ProcessEngine, request_for: Callable[..., EngineRequest]
+) -> None:
+    inbox, other = Inbox(), Inbox()
+    shared_engine.add(request_for("a", token_ids=[[5]] * 1000, itl_ms=5), inbox.put)
+    shared_engine.add(request_for("b", token_ids=[[6]] * 20, itl_ms=5), other.put)
+    inbox.next()
+    shared_engine.stop("a")
+    assert len(inbox.until_finished()) < 100
+    shared_engine.stop("a")
+    shared_engine.stop("nobody")
+    assert len(other.until_finished()) == 20
+
+
+def test_a_failed_request_disturbs_nobody(
+    shared_engine: ProcessEngine, request_for: Callable[..., EngineRequest]
+) -> None:
+    inbox, other = Inbox(), Inbox()
+    shared_engine.add(request_for("a", token_ids=[[5]] * 9, fail_after=2), inbox.put)
+    shared_engine.add(request_for("b", token_ids=[[6]] * 9), other.put)
+    assert inbox.until_finished() == [Chunk([5])] * 2 + [Chunk([], finished=True, error="the script says fail")]
+    assert other.until_finished()[-1].error is None
+
+
+def test_long_prompts_join_while_others_stream(
+    shared_engine: ProcessEngine, request_for: Callable[..., EngineRequest]
+) -> None:
+    """More than a pipe holds in both directions at once: nobody may wait for a lock meanwhile."""
+    streams = [Inbox() for _ in range(24)]
+    for index, inbox in enumerate(streams):
+        shared_engine.add(request_for(f"s{index}", token_ids=[[5] * 20] * 90), inbox.put)
+    prompts = [Inbox() for _ in range(8)]
+    for index, inbox in enumerate(prompts):
+        shared_engine.add(request_for(f"p{index}", padding=3500, token_ids=[[5]]), inbox.put)
+    for inbox in streams:
+        assert sum(len(chunk.token_ids) for chunk in inbox.until_finished()) == 1800
+    for inbox in prompts:
+        assert inbox.until_finished()[-1] == Chunk([5], finished=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("error", "the engine failed: RuntimeError: the script says die"),
+        ("kill", "the engine's process ended with status -9"),
+    ],
+)
+def test_death_is_told_to_everyone_and_refuses_from_then_on(
+    tokenizer_dir: Path, request_for: Callable[..., EngineRequest], how: str, message: str
+) -> None:
+    with running_engine(tokenizer_dir.parent) as engine:
+        inboxes = [Inbox() for _ in range(3)]
+        for index, inbox in enumerate(inboxes):
+            engine.add(request_for(f"r{index}", token_ids=[[5]] * 1000, itl_ms=10), inbox.put)
+        for inbox in inboxes:
+            inbox.next()
+        if how == "kill":
+            os.kill(process_id(engine), signal.SIGKILL)
+        else:
+            engine.add(request_for("d", token_ids=[[5]] * 5, die_after=1), Inbox().put)
+        for inbox in inboxes:
+            assert inbox.until_finished()[-1] == Chunk([], finished=True, error=message)
+            assert inbox.is_empty()
+        with pytest.raises(EngineRefusal) as refused:
+            engine.add(request_for("late", token_ids=[[5]]), Inbox().put)
+        assert str(refused.value) == message
+        with pytest.raises(EngineRefusal) as refused:
+            engine.stop("r0")
+        assert str(refused.value) == message
+
+
+def test_closing_ends_every_request_and_the_process(
+    tokenizer_dir: Path, request_for: Callable[..., EngineRequest]
+) -> None:
+    with running_engine(tokenizer_dir.parent) as engine:
+        inbox = Inbox()
+        engine.add(request_for("a", token_ids=[[5]] * 1000, itl_ms=10), inbox.put)
+        inbox.next()
+    assert inbox.until_finished()[-1] == Chunk([], finished=True, error="the engine is shutting down")
+    assert inbox.is_empty()
+    assert not Path(f"/proc/{process_id(engine)}").exists()
+    with pytest.raises(EngineRefusal, match="^the engine is shutting down$"):
+        engine.add(request_for("late", token_ids=[[5]]), inbox.put)
+
+
+def test_an_engine_that_cannot_load_says_why(tokenizer_dir: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^the engine failed: ValidationError: 1 validation error for Settings\nitl_ms\n"):
+        ProcessEngine({**PARAMETERS, "itl_ms": "-1"}, tokenizer_dir.parent)
+
+
+def test_without_a_python_in_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="^no python3 in PATH to run the engine with$"):
+        ProcessEngine(PARAMETERS, tmp_path)
