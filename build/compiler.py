@@ -45,9 +45,7 @@ def build(
     """
     output = output.absolute()
     if output.exists() and not _is_ours(output):
-        raise BuildError(
-            f"--output: {output} is there and is no artifact; name a folder that the build may replace"
-        )
+        raise BuildError(f"--output: {output} is there and is no artifact; name a folder that the build may replace")
     output.parent.mkdir(parents=True, exist_ok=True)
     with lock(_beside(output, "lock")):
         _clear(output)
@@ -87,9 +85,7 @@ def _compile(
     for name, settings in target.models.items():
         source = sources / name
         if not (source / "config.pbtxt").is_file():
-            raise BuildError(
-                f"target {target.name!r} has model {name!r}, but {source}/config.pbtxt does not exist"
-            )
+            raise BuildError(f"target {target.name!r} has model {name!r}, but {source}/config.pbtxt does not exist")
         with progress(f"{name}: render"):
             shutil.copytree(source, repository / name, ignore=shutil.ignore_patterns("__pycache__"))
             model = models[settings.model] if settings.model else None
@@ -106,9 +102,7 @@ def _compile(
                 step.run(job)
     with progress("tiers"):
         tiers = root / "tiers.toml"
-        tiers.write_text(
-            to_toml(make_tiers(target, models).model_dump(mode="json")).lstrip(), encoding="utf-8"
-        )
+        tiers.write_text(to_toml(make_tiers(target, models).model_dump(mode="json")).lstrip(), encoding="utf-8")
         load_tiers(tiers)
 
 

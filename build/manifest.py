@@ -26,9 +26,7 @@ SCHEMA = 1
 COMMON_TOOLS = ("protobuf", "pydantic", "tritonclient")
 
 
-def describe_inputs(
-    target: TargetRow, models: Mapping[str, ModelRow], code: Mapping[str, Path]
-) -> dict[str, Any]:
+def describe_inputs(target: TargetRow, models: Mapping[str, ModelRow], code: Mapping[str, Path]) -> dict[str, Any]:
     """The manifest without its files: everything that decides the result, and `inputs_sha256` over it.
 
     `code` names the files of the compiler and of the source repository that take part. Raises `BuildError`

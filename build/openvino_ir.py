@@ -13,9 +13,7 @@ from pathlib import Path
 
 from build.errors import BuildError
 
-FILES = tuple(
-    f"openvino_{part}.{kind}" for part in ("model", "tokenizer", "detokenizer") for kind in ("xml", "bin")
-)
+FILES = tuple(f"openvino_{part}.{kind}" for part in ("model", "tokenizer", "detokenizer") for kind in ("xml", "bin"))
 
 
 def write_openvino_ir(gguf: Path, folder: Path) -> None:

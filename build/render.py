@@ -53,16 +53,12 @@ def engine_parameters(settings: TritonModel, model: ModelRow | None) -> dict[str
         "context_window": model.architecture.context_window,
         "vocab_size": model.architecture.vocab_size,
     }
-    return {
-        key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()
-    }
+    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
 
 
 def make_tiers(target: TargetRow, models: Mapping[str, ModelRow]) -> Tiers:
     """The target's tiers with what the orchestrator must know of the model behind each."""
-    return Tiers(
-        tier=[_tier(row, models[target.engines[row.model][0]]) for row in target.tiers], limits=target.limits
-    )
+    return Tiers(tier=[_tier(row, models[target.engines[row.model][0]]) for row in target.tiers], limits=target.limits)
 
 
 def _tier(row: TierRow, model: ModelRow) -> Tier:
@@ -82,9 +78,7 @@ def _tier(row: TierRow, model: ModelRow) -> Tier:
 def to_toml(table: Mapping[str, Any], path: str = "") -> str:
     """TOML of nested tables and lists of tables; leaves are strings, booleans and numbers."""
     # Plain keys first: TOML would count one that follows a sub-table to the sub-table.
-    lines = [
-        f"{key} = {_leaf(value)}\n" for key, value in table.items() if not isinstance(value, (dict, list))
-    ]
+    lines = [f"{key} = {_leaf(value)}\n" for key, value in table.items() if not isinstance(value, (dict, list))]
     for key, value in table.items():
         if isinstance(value, dict):
             lines.append(f"\n[{path}{key}]\n{to_toml(value, f'{path}{key}.')}")

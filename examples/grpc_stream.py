@@ -1,6 +1,6 @@
 """Stream an answer over gRPC with NVIDIA's client alone (pip install 'tritonclient[grpc]').
 
-    python examples/grpc_stream.py "What is the capital of France?" --url 127.0.0.1:8001
+python examples/grpc_stream.py "What is the capital of France?" --url 127.0.0.1:8001
 """
 
 import argparse

@@ -15,9 +15,7 @@ from orchestrator.triton.supervisor import ServeOptions, serve
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code (argparse itself exits with 2 on wrong usage)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m orchestrator", description="Real-time AI on NVIDIA Triton."
-    )
+    parser = argparse.ArgumentParser(prog="python -m orchestrator", description="Real-time AI on NVIDIA Triton.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_serve(commands.add_parser("serve", help="run Triton and the gateway from an artifact"))
     _add_chat(commands.add_parser("chat", help="talk to a running server in the terminal"))
@@ -34,16 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", type=Path, help="what `python -m build` made, such as artifacts/cpu")
-    parser.add_argument(
-        "--host", default=ServeOptions.host, help="where the gateway listens (default %(default)s)"
-    )
+    parser.add_argument("--host", default=ServeOptions.host, help="where the gateway listens (default %(default)s)")
     for flag, port in zip(FLAGS, Ports()):
         parser.add_argument(
             flag, type=_port, default=port, metavar="PORT", help="default %(default)s; 0 = choose a free one"
         )
-    parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="logs and serve.json (default .run/<port>)"
-    )
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="logs and serve.json (default .run/<port>)")
     parser.add_argument(
         "--drain-timeout-s",
         type=_seconds,
@@ -60,9 +54,7 @@ def _serve(options: argparse.Namespace) -> None:
             artifact=options.artifact,
             run_dir=options.run_dir or Path(".run", str(options.port)),
             host=options.host,
-            ports=Ports(
-                options.port, options.triton_http_port, options.triton_grpc_port, options.triton_metrics_port
-            ),
+            ports=Ports(options.port, options.triton_http_port, options.triton_grpc_port, options.triton_metrics_port),
             drain_timeout_s=options.drain_timeout_s,
         )
     )
@@ -74,9 +66,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", default="auto", help="a tier, a model, or auto (default)")
     parser.add_argument("--once", metavar="QUESTION", help="ask this one question instead of talking")
-    parser.add_argument(
-        "--json", action="store_true", help="with --once: end with the facts as one JSON line"
-    )
+    parser.add_argument("--json", action="store_true", help="with --once: end with the facts as one JSON line")
     parser.set_defaults(run=_chat)
 
 

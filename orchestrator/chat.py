@@ -17,7 +17,9 @@ class ChatError(Exception):
     """The server cannot be reached, or answered with an error; the text says which."""
 
 
-def ask(url: str, messages: list[dict[str, str]], model: str, write: Callable[[str], None]) -> tuple[str, dict[str, Any]]:
+def ask(
+    url: str, messages: list[dict[str, str]], model: str, write: Callable[[str], None]
+) -> tuple[str, dict[str, Any]]:
     """Stream one answer through `write`; returns its text and the facts of it.
 
     The facts: ttft_ms and total_ms as this client saw them, tokens, tps, input_tokens, model, tier, cache.
@@ -25,7 +27,8 @@ def ask(url: str, messages: list[dict[str, str]], model: str, write: Callable[[s
     """
     request = {"model": model, "messages": messages, "stream": True}
     started_s = time.monotonic()
-    first_s, text, rt = None, "", {}
+    first_s, text = None, ""
+    rt: dict[str, Any] = {}
     for event in _events(url, json.dumps(request).encode()):
         if "error" in event:
             raise ChatError(event["error"]["message"])

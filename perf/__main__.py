@@ -54,17 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     command = add("overhead", "what gateway and orchestrator add to the first token")
     command.add_argument("--requests", type=_count, default=200, help="requests of each path, real engine")
     command.add_argument("--scripted-requests", type=_count, default=1000, help="the same, scripted engine")
-    command.add_argument(
-        "--first-token-ms", type=float, default=40.0, help="when the scripted engine answers"
-    )
+    command.add_argument("--first-token-ms", type=float, default=40.0, help="when the scripted engine answers")
     command = add("streams", "tokens/s out of SSE against the engine library alone")
     command.add_argument("--streams", type=_counts, default=[1, 8, 16, 32], help="such as 8,16")
     command.add_argument("--rounds", type=_count, default=3, help="rounds of each side")
     command.add_argument("--tokens", type=_count, default=64, help="tokens of each stream")
     command = add("cancel", "how soon the engine lets go when a client leaves")
-    command.add_argument(
-        "--times", type=_count, default=30, help="clients that leave, alone and beside others each"
-    )
+    command.add_argument("--times", type=_count, default=30, help="clients that leave, alone and beside others each")
     command.add_argument("--others", type=_count, default=8, help="other streams")
     return parser
 

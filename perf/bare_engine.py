@@ -29,9 +29,7 @@ def load_pipeline(model_folder: Path) -> genai.ContinuousBatchingPipeline:
     return OpenVINOStepper.load(model_folder / "1", parameters)._pipeline
 
 
-def generate(
-    pipeline: genai.ContinuousBatchingPipeline, prompts: list[list[int]], max_tokens: int
-) -> dict[str, Any]:
+def generate(pipeline: genai.ContinuousBatchingPipeline, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
     """Run all prompts together, greedy, to `max_tokens` tokens each; they are read after the last step."""
     tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
     config = genai.GenerationConfig(max_new_tokens=max_tokens, ignore_eos=True, apply_chat_template=False)

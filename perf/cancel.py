@@ -111,14 +111,10 @@ def leave(url: str, log: EventLog, number: int) -> Leave:
         lambda event: event["event"] == "caller_left" and event["monotonic_s"] >= closed_s, "caller_left"
     )
     wanted = ("engine_stopped", seen["request_id"])
-    stopped = log.wait_for(
-        lambda event: (event["event"], event.get("request_id")) == wanted, "engine_stopped"
-    )
+    stopped = log.wait_for(lambda event: (event["event"], event.get("request_id")) == wanted, "engine_stopped")
     num_steps = sum(began_s > seen["monotonic_s"] for began_s in stopped["last_steps_began_s"])
     to_ms = 1000.0
-    return Leave(
-        (stopped["monotonic_s"] - closed_s) * to_ms, (seen["monotonic_s"] - closed_s) * to_ms, num_steps
-    )
+    return Leave((stopped["monotonic_s"] - closed_s) * to_ms, (seen["monotonic_s"] - closed_s) * to_ms, num_steps)
 
 
 @contextmanager
@@ -127,9 +123,7 @@ def other_streams(url: str, num_streams: int) -> Iterator[None]:
     ended = threading.Event()
     all_started = threading.Event()
     failures: list[Exception] = []
-    bodies = [
-        chat_body(fresh_question(index, _OTHERS_NUMBER + index), _MAX_TOKENS) for index in range(num_streams)
-    ]
+    bodies = [chat_body(fresh_question(index, _OTHERS_NUMBER + index), _MAX_TOKENS) for index in range(num_streams)]
 
     def read() -> None:
         try:

@@ -68,9 +68,7 @@ def measure(stack: Stack, prompt: Prompt, num_pairs: int) -> dict[str, list[floa
             texts = prompt(pair, number), prompt(pair, number + 1)
             by_http, by_grpc = (tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts)
             if len(by_http) != len(by_grpc):
-                raise PerfError(
-                    f"prompts of {len(by_http)} and {len(by_grpc)} tokens cannot be compared: {texts}"
-                )
+                raise PerfError(f"prompts of {len(by_http)} and {len(by_grpc)} tokens cannot be compared: {texts}")
             body = chat_body(texts[0], _MAX_TOKENS)
             asks: list[tuple[str, Callable[[], float]]] = [
                 ("gateway", lambda body=body: gateway.ask(body).ttft_ms),  # type: ignore[misc]

@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 from perf.errors import PerfError
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 60.0
 _RECEIVE_BYTES = 1 << 16
+_OK = b"HTTP/1.1 200"
 # How the server writes a delta's text. Text cannot imitate it: inside a JSON string the quotes are escaped.
 _TEXT_MARK = b'"content":"'
 # The last chunk of a chunked body (RFC 9112, section 7.1). A chunk of events ends in "\n\n\r\n" instead.
@@ -80,21 +81,22 @@ class SseConnection:
         """Start a request; the answer before it must be complete."""
         self._raw.clear()
         self._arrivals.clear()
-        head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Length: {len(body)}\r\n\r\n"
         self._socket.sendall(head.encode() + body)
         self._sent_s = time.monotonic()
 
     def receive(self) -> bool:
         """Wait for bytes, record them; True when the answer is complete. Raises `PerfError` on failure."""
-        data = self._socket.recv(_RECEIVE_BYTES)
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except TimeoutError:
+            raise PerfError(f"http://{self._host}: nothing came for {TIMEOUT_S:.0f} s inside an answer") from None
         now = time.monotonic()
         if not data:
             raise PerfError(f"http://{self._host}: closed the connection inside an answer")
         self._raw += data
         self._arrivals.append((len(self._raw), now))
-        if len(self._arrivals) == 1 and b" 200 " not in data[:16]:
+        if self._raw[: len(_OK)] != _OK[: len(self._raw)]:
             data += self._socket.recv(_RECEIVE_BYTES)  # uvicorn sends head and body apart
             raise PerfError(f"http://{self._host}: {data.decode(errors='replace')}")
         return self._raw.endswith(_END_MARK)
@@ -125,9 +127,7 @@ class SseConnection:
             if chunk.get("usage"):
                 num_tokens = chunk["usage"]["completion_tokens"]
         if not times or num_tokens is None:
-            raise PerfError(
-                f"http://{self._host}: the stream ended without {'usage' if times else 'any text'}"
-            )
+            raise PerfError(f"http://{self._host}: the stream ended without {'usage' if times else 'any text'}")
         return Answer(self._sent_s, times[0], times[-1], len(times), num_tokens)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -13,14 +14,16 @@ from pathlib import Path
 
 from orchestrator.config import Tier, load_tiers
 from orchestrator.streaming.tokenizer import ChatTokenizer
-from orchestrator.triton.process import POLL_INTERVAL_S, Child
 from perf.errors import PerfError
 from perf.report import say
 
 _READY_TIMEOUT_S = 120.0
+_POLL_INTERVAL_S = 0.05
 _DRAIN_TIMEOUT_S = 5.0
 # `serve` ends its children in order: drain time for the gateway, then for Triton, with its own margins.
 _STOP_TIMEOUT_S = 30.0
+_HURRY_TIMEOUT_S = 5.0
+_LOG_TAIL_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -65,22 +68,43 @@ def running_stack(artifact: Path) -> Iterator[Stack]:
             f"--drain-timeout-s={_DRAIN_TIMEOUT_S}",
         ]
         say(f"starting {artifact}")
-        serve = Child("serve", command, run_dir / "serve.log")
+        with (run_dir / "serve.log").open("wb") as log:
+            # In a session of its own Ctrl-C does not reach it: it is stopped once, in order, below.
+            serve = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
-            yield _wait_until_ready(serve, artifact, run_dir / "serve.json")
-            if not serve.is_running():
-                raise PerfError(serve.obituary())
+            yield _wait_until_ready(serve, artifact, run_dir)
+            _check_running(serve, run_dir)
         finally:
-            serve.stop(_STOP_TIMEOUT_S)
+            _stop(serve)
 
 
-def _wait_until_ready(serve: Child, artifact: Path, ready_file: Path) -> Stack:
+def _wait_until_ready(serve: subprocess.Popen[bytes], artifact: Path, run_dir: Path) -> Stack:
+    ready_file = run_dir / "serve.json"
     deadline_s = time.monotonic() + _READY_TIMEOUT_S
     while not ready_file.exists():
-        if not serve.is_running():
-            raise PerfError(serve.obituary())
+        _check_running(serve, run_dir)
         if time.monotonic() > deadline_s:
             raise PerfError(f"{artifact}: not ready after {_READY_TIMEOUT_S:.0f} s")
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(_POLL_INTERVAL_S)
     facts = json.loads(ready_file.read_text(encoding="utf-8"))
     return Stack(artifact, facts["gateway_url"], facts["triton_grpc_url"], Path(facts["logs"]["triton"]))
+
+
+def _check_running(serve: subprocess.Popen[bytes], run_dir: Path) -> None:
+    if serve.poll() is not None:
+        lines = (run_dir / "serve.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = "\n".join(lines[-_LOG_TAIL_LINES:])
+        raise PerfError(f"serve ended with exit code {serve.returncode}; its last lines:\n{tail}")
+
+
+def _stop(serve: subprocess.Popen[bytes]) -> None:
+    """SIGTERM; a second one, which tells `serve` to hurry, and at last SIGKILL when it takes too long."""
+    for timeout_s in (_STOP_TIMEOUT_S, _HURRY_TIMEOUT_S):
+        serve.terminate()
+        try:
+            serve.wait(timeout_s)
+            return
+        except subprocess.TimeoutExpired:
+            pass
+    serve.kill()
+    serve.wait()

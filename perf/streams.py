@@ -49,9 +49,7 @@ def streams(
                     worker, prompts = asks[side]
                     answer = worker.ask({"prompts": prompts, "max_tokens": max_tokens})
                     if answer["tokens"] != num_streams * max_tokens:
-                        raise PerfError(
-                            f"{side}: {answer['tokens']} tokens from {num_streams} streams of {max_tokens}"
-                        )
+                        raise PerfError(f"{side}: {answer['tokens']} tokens from {num_streams} streams of {max_tokens}")
                     measured[side] = {**answer, "tokens_per_s": answer["tokens"] / answer["seconds"]}
                 return measured
 
@@ -60,9 +58,7 @@ def streams(
                 for index in range(num_rounds):
                     measured = run_round(num_streams, ("bare", "sse")[index % 2])
                     rounds[num_streams].append(measured)
-                    rates = ", ".join(
-                        f"{side} {measured[side]['tokens_per_s']:.0f} tokens/s" for side in measured
-                    )
+                    rates = ", ".join(f"{side} {measured[side]['tokens_per_s']:.0f} tokens/s" for side in measured)
                     say(f"  {num_streams} streams, round {index + 1} of {num_rounds}: {rates}")
     details = {str(num): _describe(measured) for num, measured in rounds.items()}
     result = {
@@ -96,11 +92,7 @@ def _median(values: Any) -> float:
 def _table(details: dict[str, dict[str, Any]]) -> str:
     rows = []
     for num, detail in details.items():
-        bar = (
-            f"ratio >= {RATIO_BAR:.2f}, <= {TOKENS_PER_EVENT_BAR:.0f} per event"
-            if int(num) == BAR_STREAMS
-            else ""
-        )
+        bar = f"ratio >= {RATIO_BAR:.2f}, <= {TOKENS_PER_EVENT_BAR:.0f} per event" if int(num) == BAR_STREAMS else ""
         spread = f"{min(detail['ratios']):.2f}-{max(detail['ratios']):.2f}"
         rates = detail["bare_tokens_per_s"], detail["sse_tokens_per_s"]
         rows.append((num, *rates, detail["ratio"], spread, detail["tokens_per_event"], bar))

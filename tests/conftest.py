@@ -20,18 +20,14 @@ def artifact() -> Callable[[str], Path]:
     def find(target: str) -> Path:
         folder = ROOT / "artifacts" / target
         if not (folder / "manifest.json").exists():
-            subprocess.run(
-                [sys.executable, "-m", "build", "--target", target], cwd=ROOT, check=True, timeout=600
-            )
+            subprocess.run([sys.executable, "-m", "build", "--target", target], cwd=ROOT, check=True, timeout=600)
         return folder
 
     return find
 
 
 @pytest.fixture(scope="session")
-def scripted_stack(
-    artifact: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
+def scripted_stack(artifact: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A server whose engine does what the prompt says."""
     with running(artifact("scripted"), tmp_path_factory.mktemp("scripted")) as stack:
         yield stack

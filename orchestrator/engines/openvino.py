@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino
@@ -19,6 +20,9 @@ from orchestrator.engines import Chunk, EngineRefusal, EngineRequest
 KV_BLOCK_TOKENS = 32
 
 COMPUTE_NICENESS = 5
+
+# The length of the warm-up prompt: that of a short question.
+WARM_UP_TOKENS = 64
 
 
 class Settings(BaseModel):
@@ -71,12 +75,20 @@ class OpenVINOStepper:
         scheduler.enable_prefix_caching = settings.enable_kv_cache_reuse
         scheduler.dynamic_split_fuse = settings.enable_chunked_context
         folder = str(model_dir / "openvino")
-        options = {"KV_CACHE_PRECISION": settings.kv_cache_precision}
+        options: dict[str, Any] = {"KV_CACHE_PRECISION": settings.kv_cache_precision}
         if settings.speculation == "prompt_lookup":
             options["prompt_lookup"] = True
-        return cls(
-            genai.ContinuousBatchingPipeline(folder, genai.Tokenizer(folder), scheduler, "CPU", **options), settings
-        )
+        pipeline = genai.ContinuousBatchingPipeline(folder, genai.Tokenizer(folder), scheduler, "CPU", **options)
+        stepper = cls(pipeline, settings)
+        stepper.warm_up()
+        return stepper
+
+    def warm_up(self) -> None:
+        """Run a prompt and a few tokens, so that OpenVINO's kernels are compiled before the first caller waits."""
+        prompt = list(range(min(WARM_UP_TOKENS, self._settings.vocab_size)))
+        self.add(EngineRequest("warm-up", prompt, max_new_tokens=4))
+        while self.has_requests():
+            self.step()
 
     def add(self, request: EngineRequest) -> None:
         num_tokens = len(request.input_ids) + request.max_new_tokens
@@ -117,7 +129,7 @@ class OpenVINOStepper:
         return chunks
 
     def has_requests(self) -> bool:
-        return self._pipeline.has_non_finished_requests()
+        return bool(self._pipeline.has_non_finished_requests())
 
     def _generation_config(self, request: EngineRequest) -> genai.GenerationConfig:
         config = genai.GenerationConfig(

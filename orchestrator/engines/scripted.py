@@ -9,8 +9,8 @@ For tests and measurements that need bytes or timing no real model gives on dema
     "fail_after": n                 the request fails after n chunks
     "die_after": n                  the whole engine fails after n chunks
 
-A text ends with the request's end id, `token_ids` end as they are; `request_output_len` cuts both. A prompt without a script gets
-DEFAULT_TEXT. Times not given are the target's `first_token_ms` and `itl_ms`.
+A text ends with the request's end id, `token_ids` end as they are; `request_output_len` cuts both. A prompt without
+a script gets DEFAULT_TEXT. Times not given are the target's `first_token_ms` and `itl_ms`.
 """
 
 from __future__ import annotations

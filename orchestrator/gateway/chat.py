@@ -46,6 +46,10 @@ class ChatCompletions:
         leaving = asyncio.create_task(_cancel_when_client_leaves(receive, events))
         try:
             await (_relay_stream if stream else _relay_answer)(events, send)
+        except asyncio.CancelledError:
+            if not leaving.done():
+                raise
+            # The client left, and reading its events ended with them.
         finally:
             leaving.cancel()
             events.cancel()
@@ -97,7 +101,7 @@ async def _cancel_when_client_leaves(receive: Receive, events: EventStream) -> N
 
 async def _read_body(receive: Receive) -> bytes:
     """The whole body; raises `ClientLeft`, or `InvalidRequestError` as soon as it is too large."""
-    body = b""
+    body: bytes = b""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":

@@ -45,7 +45,9 @@ class ChatTokenizer:
         try:
             prompt = self._template.render(messages=messages, add_generation_prompt=True)
         except TemplateError as error:
-            raise InvalidRequestError(f"messages: the model's chat template refuses them: {error}", param="messages") from error
+            raise InvalidRequestError(
+                f"messages: the model's chat template refuses them: {error}", param="messages"
+            ) from error
         token_ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
         return token_ids
 

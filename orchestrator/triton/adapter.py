@@ -35,7 +35,9 @@ class OrchestratorModel:
         tiers = load_tiers(root / "tiers.toml")
         self._engines = TritonEngineClient()
         self._pipeline = Pipeline(tiers, root, self._engines)
-        self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(contracts.ORCHESTRATOR_MODEL))
+        self._watcher = CancellationWatcher(
+            CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(contracts.ORCHESTRATOR_MODEL)
+        )
         self._limits = tiers.limits
         # Triton's response iterators block, so every live call has a thread.
         self._threads = ThreadPoolExecutor(tiers.limits.max_live_requests, thread_name_prefix="call")

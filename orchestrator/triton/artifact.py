@@ -56,14 +56,10 @@ def check_artifact(folder: Path) -> Artifact:
         if not path.is_file():
             raise StartError(f"{path}: in {MANIFEST}, but missing\n{rebuild}")
         if path.stat().st_size != built.bytes or _sha256(path) != built.sha256:
-            raise StartError(
-                f"{path}: changed since the build (its sha256 differs from {MANIFEST})\n{rebuild}"
-            )
+            raise StartError(f"{path}: changed since the build (its sha256 differs from {MANIFEST})\n{rebuild}")
     for name in _files_below(root):
         if name not in manifest.files:
-            raise StartError(
-                f"{root / name}: not in {MANIFEST}, so it is not part of what was built\n{rebuild}"
-            )
+            raise StartError(f"{root / name}: not in {MANIFEST}, so it is not part of what was built\n{rebuild}")
     return Artifact(root, manifest.target)
 
 

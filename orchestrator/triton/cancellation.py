@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Callable
 
-
 # One poll costs about 75 µs of CPU (a round trip to the server's process; measured on two cores). Polls are spaced so
 # that watching many calls costs under 5 % of a core, and no call waits longer for its turn than the longest period.
 POLL_SPACING_S = 0.002
@@ -26,6 +25,7 @@ class CancellationWatcher:
         self._on_change = on_change
         self._watched: dict[int, tuple[Callable[[], bool], Callable[[], None]]] = {}
         self._keys = itertools.count()
+        self._num_told = -1  # what `on_change` heard last; nothing yet
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="cancellation", daemon=True)
@@ -50,16 +50,15 @@ class CancellationWatcher:
         self._thread.join()
 
     def _run(self) -> None:
-        published = -1
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._watched or self._closed or published != 0)
+                self._changed.wait_for(lambda: self._watched or self._closed or self._num_told != 0)
                 if self._closed:
                     return
                 watched = list(self._watched.values())
-            if len(watched) != published:
-                published = len(watched)
-                self._on_change(published)
+            if len(watched) != self._num_told:
+                self._num_told = len(watched)
+                self._on_change(self._num_told)
             for is_cancelled, on_cancel in watched:
                 if is_cancelled():
                     on_cancel()

@@ -20,9 +20,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 def main() -> None:
     prefix = sys.argv[1]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # a service manager may signal every process: this one ends last
+        signal.signal(number, signal.SIG_IGN)  # a service manager may signal every process: this one ends last
     for group in [int(line) for line in sys.stdin]:
         try:
             os.killpg(group, signal.SIGKILL)

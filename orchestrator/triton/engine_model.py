@@ -102,7 +102,10 @@ class ChunkSender:
             ids = np.array([[chunk.token_ids]], dtype=np.int32)  # [1, beam 1, tokens]
             length = np.array([[len(chunk.token_ids)]], dtype=np.int32)  # [1, beam 1]
             response = pb_utils.InferenceResponse(
-                [pb_utils.Tensor(contracts.OUTPUT_IDS.name, ids), pb_utils.Tensor(contracts.SEQUENCE_LENGTH.name, length)]
+                [
+                    pb_utils.Tensor(contracts.OUTPUT_IDS.name, ids),
+                    pb_utils.Tensor(contracts.SEQUENCE_LENGTH.name, length),
+                ]
             )
         self._sender.send(response, final=chunk.finished)
 

@@ -38,9 +38,7 @@ def settle(ports: Ports, host: str) -> Ports:
         if port == 0:
             port = _choose(address, settled)
         elif port in settled:
-            raise StartError(
-                f"{flag} {port}: the same port is given twice; each needs its own (0 = a free one)"
-            )
+            raise StartError(f"{flag} {port}: the same port is given twice; each needs its own (0 = a free one)")
         elif problem := _problem(address, port):
             raise StartError(
                 f"{flag} {port}: cannot listen on {address}:{port} ({problem})\n"

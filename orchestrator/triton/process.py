@@ -57,11 +57,10 @@ class Child:
     end in order; and because a hard stop must also reach what a child has started (Triton's Python stubs).
     """
 
-    def __init__(
-        self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.name = name
         self.log = log
+        self._needed: dict[int, str] = {}
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
                 command,
@@ -79,6 +78,34 @@ class Child:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    def fate(self) -> str | None:
+        """None while all is well; else how it ended, with the last lines of its log.
+
+        A process that lost a needed child is killed here: nobody who waits for it would get an answer.
+        """
+        if self.is_running():
+            lost = [command for pid, command in self._needed.items() if not _is_alive(pid)]
+            if not lost:
+                return None
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+            return f"{self.name} (pid {self.pid}) was killed, because it lost its child {lost[0]}\n{self._last_lines()}"
+        code = self._process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{self.name} (pid {self.pid}) {how}\n{self._last_lines()}"
+
+    def needs_its_children(self) -> None:
+        """From now on the death of a process that it has started counts as its own.
+
+        Triton waits forever for a Python model's process that was killed, and calls the model ready meanwhile.
+        """
+        listings = Path("/proc", str(self.pid), "task").glob("*/children")
+        pids = [int(pid) for listing in listings for pid in _read_or_empty(listing).split()]
+        # Two words of the command line tell them apart: program, and for a stub its model.
+        self._needed = {
+            pid: " ".join(_read_or_empty(Path("/proc", str(pid), "cmdline")).split("\0")[:2]) for pid in pids
+        }
+
     def stop(self, timeout_s: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
         """SIGTERM, then wait; SIGKILL to the whole group after `timeout_s`, or as soon as `is_urgent()`."""
         if self.is_running():
@@ -92,12 +119,23 @@ class Child:
             pass
         self._process.wait()
 
-    def obituary(self) -> str:
-        """How a dead child ended, with the last lines of its log."""
-        code = self._process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    def _last_lines(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
         # Triton draws its options as a table of 20 lines, which would push out the error before it.
         telling = [line for line in lines if not line.startswith(("|", "+-"))][-LOG_TAIL_LINES:]
         tail = "\n".join(f"  | {line}" for line in telling) or "  | (empty)"
-        return f"{self.name} (pid {self.pid}) {how}\nlast lines of {self.log}:\n{tail}"
+        return f"last lines of {self.log}:\n{tail}"
+
+
+def _read_or_empty(path: Path) -> str:
+    """The file's text; empty when the thread it describes has just ended."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie (Triton does not collect the children it lost)."""
+    stat = _read_or_empty(Path("/proc", str(pid), "stat"))
+    return stat.rpartition(")")[2].split()[:1] not in ([], ["Z"])

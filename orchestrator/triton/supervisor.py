@@ -156,6 +156,7 @@ def supervise(
             children.append(Child(name, command, facts.log(name), env))
             cleaner.watch(children[-1])
             _watch(children, signals, until=is_ready)
+            children[-1].needs_its_children()
         if not signals.count:
             _write_atomically(ready_file, facts.as_json())
             _say(facts.announce())
@@ -177,9 +178,7 @@ class Signals:
         self.count = 0
 
     def __enter__(self) -> Signals:
-        self._previous = {
-            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -194,8 +193,8 @@ def _watch(children: Sequence[Child], signals: Signals, until: Callable[[], bool
     """Wait for `until()` or for a signal. Raises `ChildDied` as soon as a child ends."""
     while not signals.count:
         for child in children:
-            if not child.is_running():
-                raise ChildDied(child.obituary())
+            if fate := child.fate():
+                raise ChildDied(fate)
         if until():
             return
         time.sleep(POLL_INTERVAL_S)

@@ -15,7 +15,9 @@ _CODE_NAMES = {400: "INVALID_ARG", 404: "NOT_FOUND", 499: "CANCELLED", 503: "UNA
 
 def to_triton_error(error: ApiError) -> Any:
     """Our error as Triton's: the JSON as text, and the nearest of Triton's codes."""
-    return pb_utils.TritonError(error.to_message(), getattr(pb_utils.TritonError, _CODE_NAMES.get(error.status, "INTERNAL")))
+    return pb_utils.TritonError(
+        error.to_message(), getattr(pb_utils.TritonError, _CODE_NAMES.get(error.status, "INTERNAL"))
+    )
 
 
 def parameters_of(request: Any) -> dict[str, str]:

@@ -31,8 +31,7 @@ class Server:
     def __init__(self, artifact: Path, run_dir: Path, *flags: str) -> None:
         self.run_dir = run_dir
         ports = [
-            f"{flag}=0"
-            for flag in ("--port", "--triton-http-port", "--triton-grpc-port", "--triton-metrics-port")
+            f"{flag}=0" for flag in ("--port", "--triton-http-port", "--triton-grpc-port", "--triton-metrics-port")
         ]
         self.process = subprocess.Popen(
             [
@@ -140,9 +139,7 @@ def test_serve_and_stop(start: Callable[..., Server], scripted: Path) -> None:
     assert not our_shared_memory(server.process.pid)
 
 
-def test_the_restricted_apis_are_closed_on_both_protocols(
-    start: Callable[..., Server], scripted: Path
-) -> None:
+def test_the_restricted_apis_are_closed_on_both_protocols(start: Callable[..., Server], scripted: Path) -> None:
     facts = start(scripted).wait_until_ready()
     for method, path in (
         ("POST", "/v2/repository/index"),
@@ -162,9 +159,7 @@ def test_the_restricted_apis_are_closed_on_both_protocols(
             "model-repository": lambda: stub.RepositoryIndex(service_pb2.RepositoryIndexRequest()),
             "model-config": lambda: stub.ModelConfig(service_pb2.ModelConfigRequest(name="orchestrator")),
             "statistics": lambda: stub.ModelStatistics(service_pb2.ModelStatisticsRequest()),
-            "shared-memory": lambda: stub.SystemSharedMemoryStatus(
-                service_pb2.SystemSharedMemoryStatusRequest()
-            ),
+            "shared-memory": lambda: stub.SystemSharedMemoryStatus(service_pb2.SystemSharedMemoryStatusRequest()),
             "trace": lambda: stub.TraceSetting(service_pb2.TraceSettingRequest()),
             "logging": lambda: stub.LogSettings(service_pb2.LogSettingsRequest()),
         }
@@ -196,9 +191,7 @@ def test_triton_listens_on_loopback_alone(start: Callable[..., Server], scripted
 
 
 @pytest.mark.parametrize(("victim", "other"), [("triton", "gateway"), ("gateway", "triton")])
-def test_when_one_dies_the_other_stops(
-    start: Callable[..., Server], scripted: Path, victim: str, other: str
-) -> None:
+def test_when_one_dies_the_other_stops(start: Callable[..., Server], scripted: Path, victim: str, other: str) -> None:
     server = start(scripted)
     facts = server.wait_until_ready()
     children = server.children()
@@ -220,9 +213,7 @@ def test_nothing_outlives_a_killed_supervisor(start: Callable[..., Server], scri
     wait_for(lambda: not our_shared_memory(server.process.pid))  # Triton's stubs notice by themselves
 
 
-def test_a_model_that_cannot_load_is_reported(
-    start: Callable[..., Server], scripted: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_load_is_reported(start: Callable[..., Server], scripted: Path, tmp_path: Path) -> None:
     """The artifact is whole by its manifest, but Triton cannot use it: its tiers.toml says nothing."""
     broken = tmp_path / "broken"
     shutil.copytree(scripted, broken, ignore=shutil.ignore_patterns("__pycache__"))

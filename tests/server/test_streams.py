@@ -94,7 +94,13 @@ def test_no_broken_characters(scripted_stack: Stack, text: str, per_char: bool) 
 
 @pytest.mark.parametrize(
     "text",
-    ["深度学习 \n\n  两个空格", "ما هو التعلّم؟", "👩‍👩‍👧‍👦🏳️‍🌈👍🏽", 'def f():\n\treturn "\\n"  # "quotes"\n', "<|im_end|> as text"],
+    [
+        "深度学习 \n\n  两个空格",
+        "ما هو التعلّم؟",
+        "👩‍👩‍👧‍👦🏳️‍🌈👍🏽",
+        'def f():\n\treturn "\\n"  # "quotes"\n',
+        "<|im_end|> as text",
+    ],
 )
 def test_streamed_and_whole_are_the_same_text(scripted_stack: Stack, text: str) -> None:
     messages = script(text=text)

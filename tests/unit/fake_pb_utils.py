@@ -113,7 +113,7 @@ class MetricFamily:
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
 
-    def Metric(self, labels: dict[str, str]) -> Metric:  # noqa: N802 (Triton's name)
+    def Metric(self, labels: dict[str, str]) -> Metric:
         return Metric()
 
 

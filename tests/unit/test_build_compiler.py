@@ -63,9 +63,7 @@ print(build(TARGET, MODELS, out, cache=out.parent, progress=quiet, force={force}
 
 def start(out: Path, body: str, *, force: bool = False) -> subprocess.Popen[str]:
     script = CHILD.format(tests=str(Path(__file__).parent), body=body, out=str(out), force=force)
-    return subprocess.Popen(
-        [sys.executable, "-c", script], cwd=HERE.parent, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, "-c", script], cwd=HERE.parent, stdout=subprocess.PIPE, text=True)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -192,9 +190,7 @@ def test_of_two_builds_at_once_one_builds(make: Callable[..., str | None], tmp_p
     assert make() is None
 
 
-def test_a_folder_that_is_no_artifact_is_not_replaced(
-    make: Callable[..., str | None], tmp_path: Path
-) -> None:
+def test_a_folder_that_is_no_artifact_is_not_replaced(make: Callable[..., str | None], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
     with pytest.raises(BuildError, match=r"--output: .*/out is there and is no artifact"):
@@ -203,15 +199,11 @@ def test_a_folder_that_is_no_artifact_is_not_replaced(
 
 
 def test_a_model_without_a_source_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        BuildError, match=r"target 'scripted' has model 'orchestrator', but .*/config\.pbtxt does not"
-    ):
+    with pytest.raises(BuildError, match=r"target 'scripted' has model 'orchestrator', but .*/config\.pbtxt does not"):
         build(TARGET, MODELS, tmp_path / "out", cache=tmp_path, progress=quiet, sources=tmp_path)
 
 
-def test_the_command(
-    make: Callable[..., str | None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(make: Callable[..., str | None], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = ["--target", "scripted", "--output", str(tmp_path / "out")]
     assert main(command) == 0
     first = capfd.readouterr().out

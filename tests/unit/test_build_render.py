@@ -60,9 +60,7 @@ def test_tensors_are_those_of_the_contract(
     config = render(target, name)
     assert tuple(spec(tensor) for tensor in config.input) == inputs
     # Triton has no optional outputs.
-    assert tuple(spec(tensor) for tensor in config.output) == tuple(
-        each._replace(optional=False) for each in outputs
-    )
+    assert tuple(spec(tensor) for tensor in config.output) == tuple(each._replace(optional=False) for each in outputs)
     assert config.name == name
     assert config.model_transaction_policy.decoupled
     assert not config.response_cache.enable
@@ -72,9 +70,7 @@ def test_tensors_are_those_of_the_contract(
 def test_settings_are_merged() -> None:
     config = render("cpu", "llm_small")
     assert (config.backend, config.max_batch_size) == ("python", 64)
-    assert [(group.count, group.Kind.Name(group.kind)) for group in config.instance_group] == [
-        (1, "KIND_CPU")
-    ]
+    assert [(group.count, group.Kind.Name(group.kind)) for group in config.instance_group] == [(1, "KIND_CPU")]
     assert {key: value.string_value for key, value in config.parameters.items()} == {
         "engine": "openvino",
         "max_tokens_in_paged_kv_cache": "65536",
@@ -137,12 +133,7 @@ def test_tiers_are_what_the_orchestrator_reads(tmp_path: Path, name: str) -> Non
     assert (tiers.tier[0].context_window, tiers.tier[0].end_id, tiers.tier[0].pad_id) == (8192, 2, 2)
 
 
-leaves = (
-    st.text()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63 - 1)
-    | st.floats(allow_nan=False, allow_infinity=False)
-)
+leaves = st.text() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 flat = st.dictionaries(st.sampled_from(["a", "b_c"]), leaves)
 # A plain key after the tables, as models may declare them in any order.
 tables = st.fixed_dictionaries(

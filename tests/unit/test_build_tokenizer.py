@@ -112,17 +112,13 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     gguf.write_bytes(b"no GGUF at all" * 10)
     with pytest.raises(BuildError, match=r"m\.gguf: not a GGUF file that can be read: "):
         write_tokenizer(gguf, MODEL, tmp_path / "tokenizer")
-    with pytest.raises(
-        BuildError, match=r"OpenVINO could not convert m\.gguf \(exit code -?\d+\); its last lines:\n."
-    ):
+    with pytest.raises(BuildError, match=r"OpenVINO could not convert m\.gguf \(exit code -?\d+\); its last lines:\n."):
         write_openvino_ir(gguf, tmp_path / "openvino")
 
 
 def test_a_gguf_of_another_model_is_refused() -> None:
     fields = {"general.architecture": "llama", "llama.block_count": 24}
-    with pytest.raises(
-        BuildError, match=r"m\.gguf: llama\.block_count is 24, the row of 'smollm2-.*' says 30"
-    ):
+    with pytest.raises(BuildError, match=r"m\.gguf: llama\.block_count is 24, the row of 'smollm2-.*' says 30"):
         check_metadata(fields, MODEL, "m.gguf")
 
 

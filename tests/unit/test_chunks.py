@@ -26,8 +26,7 @@ def test_a_stream_without_usage() -> None:
         '"logprobs":null,"finish_reason":null}]}',
     ]
     assert chunks.ending("stop", Usage(3, 2), {"tier": "simple"}) == [
-        HEAD + ',"choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}],'
-        '"rt":{"tier":"simple"}}'
+        HEAD + ',"choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}],"rt":{"tier":"simple"}}'
     ]
 
 

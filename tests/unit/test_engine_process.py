@@ -154,9 +154,7 @@ def test_requests_join_and_leave_between_steps(stepper: FakeStepper, worker: Run
 
 
 def test_a_request_stopped_before_it_began_never_runs(stepper: FakeStepper, worker: RunningWorker) -> None:
-    worker.send_raw(
-        b'{"add":{"request_id":"a","input_ids":[1],"max_new_tokens":5}}\n{"stop":"a"}\n'
-    )
+    worker.send_raw(b'{"add":{"request_id":"a","input_ids":[1],"max_new_tokens":5}}\n{"stop":"a"}\n')
     assert worker.chunks() == {"a": Chunk([], finished=True)}
     assert (stepper.log, stepper.num_steps) == (["add a", "stop a"], 0)
 
@@ -272,9 +270,7 @@ def test_a_request_runs_to_its_end(shared_engine: ProcessEngine, request_for: Ca
     assert inbox.is_empty()
 
 
-def test_an_id_may_run_once_at_a_time(
-    shared_engine: ProcessEngine, request_for: Callable[..., EngineRequest]
-) -> None:
+def test_an_id_may_run_once_at_a_time(shared_engine: ProcessEngine, request_for: Callable[..., EngineRequest]) -> None:
     inbox = Inbox()
     shared_engine.add(request_for("a", token_ids=[[5], [6]], first_token_ms=5000), inbox.put)
     with pytest.raises(EngineRefusal, match="^request id: 'a' is already running; use a fresh one$"):
@@ -371,7 +367,9 @@ def test_closing_ends_every_request_and_the_process(
 
 
 def test_an_engine_that_cannot_load_says_why(tokenizer_dir: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"^the engine failed: ValidationError: 1 validation error for Settings\nitl_ms\n"):
+    with pytest.raises(
+        RuntimeError, match=r"^the engine failed: ValidationError: 1 validation error for Settings\nitl_ms\n"
+    ):
         ProcessEngine({**PARAMETERS, "itl_ms": "-1"}, tokenizer_dir.parent)
 
 

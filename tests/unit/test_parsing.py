@@ -90,7 +90,9 @@ def test_a_scalar_may_come_in_both_shapes(shape: tuple[int, ...]) -> None:
     assert parsed.request.end_id == 2
 
 
-@pytest.mark.parametrize(("models_own", "sent", "expected"), [(True, None, True), (True, False, False), (False, True, True)])
+@pytest.mark.parametrize(
+    ("models_own", "sent", "expected"), [(True, None, True), (True, False, False), (False, True, True)]
+)
 def test_exclude_input(models_own: bool, sent: bool | None, expected: bool) -> None:
     sent_tensors = tensors(exclude_input_in_output=sent)
     assert parse_engine_request("id", sent_tensors, exclude_input=models_own).exclude_input is expected

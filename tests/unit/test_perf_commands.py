@@ -13,6 +13,7 @@ from perf.__main__ import main
 from perf.cancel import EventLog
 from perf.errors import PerfError
 from perf.prompts import QUESTIONS, fresh_question, script
+from perf.stack import running_stack
 from perf.streams import _describe
 from perf.worker import Worker
 
@@ -81,6 +82,13 @@ def test_missing_artifact_names_the_command_that_makes_it(
     assert main([command, f"--artifacts={tmp_path}"]) == 1
     expected = f"error: {tmp_path / 'cpu'}: no finished artifact here\nfix: python -m build --target cpu\n"
     assert capsys.readouterr().err == expected
+
+
+def test_serve_that_cannot_start_is_quoted(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    message = r"serve ended with exit code 1.*\n(.*\n)*.*manifest\.json"
+    with pytest.raises(PerfError, match=message), running_stack(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize(

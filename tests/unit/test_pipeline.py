@@ -126,9 +126,7 @@ def test_an_answer_without_tokens(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_stop_string_ends_answer_and_generation(
-    pipeline: Pipeline, engines: InProcessEngines, stream: bool
-) -> None:
+def test_a_stop_string_ends_answer_and_generation(pipeline: Pipeline, engines: InProcessEngines, stream: bool) -> None:
     """Case S05."""
     script = {"text": "ABCDEFGHIJK" + "x" * 1000, "per_char": True, "itl_ms": 1}
     sink = run(pipeline, body(script, stop=["DEFGHIJ"], stream=stream))
@@ -228,9 +226,7 @@ def test_a_fault_of_ours_says_little_and_stops_the_engine(
 # --- cancelling ----------------------------------------------------------------------------------------------
 
 
-def cancel_when(
-    pipeline: Pipeline, request_body: bytes, ready: Callable[[RecordingSink], object]
-) -> RecordingSink:
+def cancel_when(pipeline: Pipeline, request_body: bytes, ready: Callable[[RecordingSink], object]) -> RecordingSink:
     """Run a call in a thread, cancel it when `ready` returns, and wait for its end."""
     sink = RecordingSink()
     call = Call(request_body, {}, sink)
@@ -304,9 +300,7 @@ def test_the_model_names_the_tier(pipeline: Pipeline, model: str, tier: str) -> 
 def test_a_model_that_does_not_exist(pipeline: Pipeline) -> None:
     error, _ = failure(pipeline, body(model="gpt-4"))
     assert isinstance(error, ModelNotFoundError)
-    assert error.message == (
-        "model: 'gpt-4' does not exist; one of auto, simple, llm_small, medium, complex, expert"
-    )
+    assert error.message == ("model: 'gpt-4' does not exist; one of auto, simple, llm_small, medium, complex, expert")
     assert error.param == "model"
 
 
@@ -351,7 +345,12 @@ def test_the_engines_share(num_input_ids: int, fields: dict[str, Any], expected:
 @pytest.mark.parametrize(
     ("num_input_ids", "fields", "param", "message"),
     [
-        (100, {}, "messages", "the prompt's 100 tokens and an answer of up to 1 are more than the context window of 100"),
+        (
+            100,
+            {},
+            "messages",
+            "the prompt's 100 tokens and an answer of up to 1 are more than the context window of 100",
+        ),
         (10, {"max_tokens": 91}, "max_tokens", "the prompt's 10 tokens and an answer of up to 91 are more than"),
         (10, {"max_tokens": 10**30}, "max_tokens", "the prompt's 10 tokens and an answer of up to"),
         (150, {"max_tokens": 5}, "messages", "shorten the messages or lower max_tokens"),

@@ -63,13 +63,8 @@ def test_pytest_collects_from_a_build_folder(checkout: Path) -> None:
 
 def test_git_does_not_ignore_the_build_folder(checkout: Path) -> None:
     run("git", "init", "--quiet", cwd=checkout)
-    assert (
-        run("git", "check-ignore", "build/planted.py", "tests/build/test_planted.py", cwd=checkout).stdout
-        == ""
-    )
-    ignored = run(
-        "git", "check-ignore", "artifacts/cpu/manifest.json", ".run/8080/serve.json", cwd=checkout
-    ).stdout
+    assert run("git", "check-ignore", "build/planted.py", "tests/build/test_planted.py", cwd=checkout).stdout == ""
+    ignored = run("git", "check-ignore", "artifacts/cpu/manifest.json", ".run/8080/serve.json", cwd=checkout).stdout
     assert ignored.split() == ["artifacts/cpu/manifest.json", ".run/8080/serve.json"]
 
 
@@ -159,14 +154,10 @@ def test_dependencies_point_down(path: Path) -> None:
             continue
         other = part_of(module)
         # A swap point's factory loads what was chosen, so that the others' libraries need not be installed.
-        assert at_top or own == other == "engines", (
-            f"{path}:{line}: an import inside a function can hide a ring"
-        )
+        assert at_top or own == other == "engines", f"{path}:{line}: an import inside a function can hide a ring"
         if other in ("", own, "__version__"):
             continue
-        assert LAYER_OF[other] < LAYER_OF[own], (
-            f"{path}:{line}: {own} must not import {other} (same layer or above)"
-        )
+        assert LAYER_OF[other] < LAYER_OF[own], f"{path}:{line}: {own} must not import {other} (same layer or above)"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())

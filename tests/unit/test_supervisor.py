@@ -54,9 +54,7 @@ class Fakes:
     def command(self, name: str, port: int, behaviour: str = "") -> tuple[str, ...]:
         return (sys.executable, "-c", FAKE.format(behaviour=behaviour), name, str(port), str(self.order))
 
-    def run(
-        self, signals: Signals, triton: str = "", gateway: str = "", drain_timeout_s: float = 5.0
-    ) -> None:
+    def run(self, signals: Signals, triton: str = "", gateway: str = "", drain_timeout_s: float = 5.0) -> None:
         launch = TritonLaunch(self.command("triton", self.ports.triton_http, triton), os.environ)
         command = self.command("gateway", self.ports.gateway, gateway)
         with Cleaner() as cleaner:
@@ -116,9 +114,7 @@ def terminate() -> None:
 
 
 @pytest.mark.parametrize("send", [interrupt, terminate])
-def test_a_signal_stops_the_gateway_first(
-    fakes: Fakes, when, send, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_stops_the_gateway_first(fakes: Fakes, when, send, capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
     when(fakes.is_ready, lambda: (seen.append(json.loads(fakes.ready_file.read_text())), send()))
     with Signals() as signals:
@@ -199,7 +195,7 @@ def test_the_log_tail_is_short(tmp_path: Path) -> None:
     log = tmp_path / "log"
     child = Child("triton", (sys.executable, "-c", "[print(i) for i in range(100)]"), log)
     wait_for(lambda: not child.is_running())
-    assert child.obituary().splitlines()[2:] == [f"  | {i}" for i in range(70, 100)]
+    assert (child.fate() or "").splitlines()[2:] == [f"  | {i}" for i in range(70, 100)]
 
 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
@@ -241,8 +237,7 @@ def test_a_hard_stop_reaches_what_a_child_started(tmp_path: Path) -> None:
 def test_an_error_is_one_clear_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tmp_path), "--run-dir", str(tmp_path / "run")]) == 1
     assert capsys.readouterr().err == (
-        f"error: {tmp_path}: no finished artifact here (manifest.json is missing)\n"
-        "fix: python -m build --target cpu\n"
+        f"error: {tmp_path}: no finished artifact here (manifest.json is missing)\nfix: python -m build --target cpu\n"
     )
 
 

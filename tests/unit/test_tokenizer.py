@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_any_text_in_any_pieces(tokenizer: Tokenizer, text: str, data: st.DataOb
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     borders = sorted(data.draw(st.sets(st.integers(0, len(token_ids)), max_size=8)) | {0, len(token_ids)})
     detokenizer = Detokenizer(tokenizer)
-    deltas = [detokenizer.push(token_ids[start:end]) for start, end in zip(borders, borders[1:])]
+    deltas = [detokenizer.push(token_ids[start:end]) for start, end in pairwise(borders)]
     assert_decodes(tokenizer, token_ids, "".join(deltas))
 
 

@@ -33,9 +33,7 @@ def make_install(root: Path, python: str = THIS_PYTHON) -> Path:
     return binary
 
 
-def make_package(
-    root: Path, monkeypatch: pytest.MonkeyPatch, stubs: tuple[str, ...] = (THIS_PYTHON,)
-) -> Path:
+def make_package(root: Path, monkeypatch: pytest.MonkeyPatch, stubs: tuple[str, ...] = (THIS_PYTHON,)) -> Path:
     """A stand-in for nvidia-pytriton whose import would fail."""
     package = root / "pytriton" / "tritonserver"
     for file in (
@@ -82,9 +80,7 @@ def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_python_for_an_installed_triton(tmp_path: Path) -> None:
     make_install(tmp_path, python="3.8")
-    with pytest.raises(
-        StartError, match=rf"wrong Python: this is {re.escape(THIS_PYTHON)}.* is for 3\.8\nfix: "
-    ):
+    with pytest.raises(StartError, match=rf"wrong Python: this is {re.escape(THIS_PYTHON)}.* is for 3\.8\nfix: "):
         find_triton("", tmp_path)
 
 
@@ -112,9 +108,7 @@ def launch_at(tmp_path: Path, install: TritonInstall, environ: dict[str, str]) -
 
 def test_command_line(tmp_path: Path) -> None:
     launched = launch_at(tmp_path, TritonInstall(Path("/t/tritonserver"), "PATH"), {"PATH": "/bin"})
-    restricted = (
-        "model-repository,model-config,shared-memory,trace,logging,statistics:x-triton-realtime-key=secret"
-    )
+    restricted = "model-repository,model-config,shared-memory,trace,logging,statistics:x-triton-realtime-key=secret"
     assert launched.command[0] == "/t/tritonserver"
     assert {
         f"--model-repository={tmp_path}/model_repository",
@@ -133,9 +127,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert launched.env == {"PATH": f"{Path(sys.executable).parent}:/bin", "PYTHONUNBUFFERED": "1"}
 
 
-def test_the_package_gets_its_libraries_and_this_pythons_stub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_package_gets_its_libraries_and_this_pythons_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = make_package(tmp_path, monkeypatch, stubs=(THIS_PYTHON, "3.8"))
     monkeypatch.setattr(server, "_libpython_folder", lambda: Path("/python/lib"))
     install = TritonInstall(package / "bin" / "tritonserver", "", package)
@@ -163,15 +155,11 @@ def test_no_empty_search_path_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_no_libpython(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.sysconfig, "get_config_var", lambda name: "/nonexistent")
     monkeypatch.setattr(server, "find_library", lambda name: None)
-    with pytest.raises(
-        StartError, match=r"libpython3\.\d+\.so\.1\.0 not found.*\nfix: apt-get install libpython3"
-    ):
+    with pytest.raises(StartError, match=r"libpython3\.\d+\.so\.1\.0 not found.*\nfix: apt-get install libpython3"):
         server._libpython_folder()
 
 
-@pytest.mark.parametrize(
-    "name", ["authorization", "X-Request-Id", "CACHE-CONTROL", "traceparent", "x-deadline-ms"]
-)
+@pytest.mark.parametrize("name", ["authorization", "X-Request-Id", "CACHE-CONTROL", "traceparent", "x-deadline-ms"])
 def test_forwarded_headers(name: str) -> None:
     assert re.search(server.HEADER_PATTERN, name)
 
@@ -194,8 +182,7 @@ def artifact(tmp_path: Path) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content)
     entries = {
-        name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-        for name, content in files.items()
+        name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)} for name, content in files.items()
     }
     manifest = {"schema": 1, "target": "cpu", "row": {}, "files": entries}
     (root / "manifest.json").write_text(json.dumps(manifest))
