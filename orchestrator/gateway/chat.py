@@ -60,6 +60,9 @@ async def _relay_answer(events: EventStream, send: Send) -> None:
         answer = await events.read()
         if answer is None:
             raise EngineError("the orchestrator ended without an answer")
+        # Cancelling a call that is just ending leaks its request in Triton 2.51, which then cannot unload the model.
+        while await events.read() is not None:
+            pass
     except ApiError as error:
         await _send_json(send, error.status, json.dumps(error.body()).encode())
     else:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -98,12 +100,13 @@ class TritonEngineClient:
     def __init__(self) -> None:
         # Stops are requests of their own and must not keep the watcher or a stream waiting.
         self._stops = ThreadPoolExecutor(4, thread_name_prefix="stop")
+        self._spent = SpentIterators()
 
     def close(self) -> None:
         self._stops.shutdown(wait=True)
 
     def stream(self, model: str, request: EngineRequest) -> Generator[list[int], None, None]:
-        responses = iter(_infer(model, request.request_id, _engine_inputs(request)))
+        responses = self._spent.keep(_infer(model, request.request_id, _engine_inputs(request)))
         try:
             for response in responses:
                 if response.has_error():
@@ -131,8 +134,34 @@ class TritonEngineClient:
             _scalar(contracts.INPUT_LENGTHS, 0, np.int32),
             _scalar(contracts.REQUEST_OUTPUT_LEN, 0, np.int32),
         ]
-        for _ in _infer(model, request_id, inputs):
+        for _ in self._spent.keep(_infer(model, request_id, inputs)):
             pass
+
+
+class SpentIterators:
+    """Keeps every response iterator a while beyond its end.
+
+    When an iterator ends, a thread of Triton's stub forgets it. If that reference is the last one, the thread frees
+    Python objects without holding Python's lock, which corrupts the heap (Triton 2.51; at 1,000 events a second the
+    process died within a minute). So ours must be the last one.
+    """
+
+    KEEP_S = 1.0  # the stub's thread needs microseconds
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: collections.deque[tuple[float, Any]] = collections.deque()
+
+    def keep(self, iterator: Any) -> Iterator[Any]:
+        """Iterate; afterwards the iterator stays alive for `KEEP_S`, at least until the next one has ended."""
+        try:
+            yield from iterator
+        finally:
+            now_s = time.monotonic()
+            with self._lock:
+                self._kept.append((now_s, iterator))
+                while self._kept[0][0] < now_s - self.KEEP_S:
+                    self._kept.popleft()
 
 
 def _infer(model: str, request_id: str, inputs: list[Any]) -> Any:

@@ -53,17 +53,22 @@ class CancellationWatcher:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._watched or self._closed or self._num_told != 0)
+                # The period comes before the poll, so that a call's first poll does not get in the way of its first token.
+                self._changed.wait_for(lambda: self._closed, timeout=self._period_s(len(self._watched)))
                 if self._closed:
                     return
                 watched = list(self._watched.values())
             if len(watched) != self._num_told:
                 self._num_told = len(watched)
                 self._on_change(self._num_told)
-            for is_cancelled, on_cancel in watched:
-                if is_cancelled():
-                    on_cancel()
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed, timeout=self._period_s(len(watched)))
+            _poll(watched)
+            del watched  # nothing of a call is kept while the thread waits: Triton unloads no model while one lives
 
     def _period_s(self, num_watched: int) -> float:
         return max(self._shortest_period_s, min(num_watched * POLL_SPACING_S, LONGEST_PERIOD_S))
+
+
+def _poll(watched: list[tuple[Callable[[], bool], Callable[[], None]]]) -> None:
+    for is_cancelled, on_cancel in watched:
+        if is_cancelled():
+            on_cancel()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ class EngineModel:
         self._exclude_input = parameters.pop("exclude_input_in_output", "false") == "true"
         parameters["max_batch_size"] = str(config["max_batch_size"])
         model_dir = Path(args["model_repository"]) / args["model_version"]
-        self._outbox = Outbox()
         self._engine: Engine = ProcessEngine(parameters, model_dir)
         self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(args["model_name"]))
 
@@ -51,7 +49,6 @@ class EngineModel:
     def finalize(self) -> None:
         self._watcher.close()
         self._engine.close()
-        self._outbox.close()
 
     def _start(self, request: Any, sender: ChunkSender) -> None:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
@@ -63,14 +60,17 @@ class EngineModel:
             sender.send(Chunk([], finished=True))
             return
         parsed = parse_engine_request(request_id, tensors, exclude_input=self._exclude_input)
-        prefix = [] if parsed.streaming or parsed.exclude_input else parsed.request.input_ids
-        parcel = Parcel(sender, whole=not parsed.streaming, token_ids=prefix)
         key = self._watcher.watch(sender.is_cancelled, lambda: self._engine.stop(parsed.request.request_id))
+        whole = [] if parsed.exclude_input else list(parsed.request.input_ids)
 
         def deliver(chunk: Chunk) -> None:
             if chunk.finished:
                 self._watcher.unwatch(key)
-            self._outbox.put(parcel, chunk)
+            if not parsed.streaming:
+                whole.extend(chunk.token_ids)
+                chunk = chunk._replace(token_ids=whole)
+            if parsed.streaming or chunk.finished:
+                sender.send(chunk)
 
         try:
             self._engine.add(parsed.request, deliver)
@@ -108,54 +108,3 @@ class ChunkSender:
                 ]
             )
         self._sender.send(response, final=chunk.finished)
-
-
-class Parcel:
-    """What waits to be sent for one request; with `whole` it waits for the last chunk."""
-
-    __slots__ = ("sender", "whole", "chunk")
-
-    def __init__(self, sender: ChunkSender, *, whole: bool, token_ids: list[int]) -> None:
-        self.sender = sender
-        self.whole = whole
-        self.chunk = Chunk(list(token_ids))
-
-
-class Outbox:
-    """Sends chunks from a thread of its own, so that the next step runs meanwhile.
-
-    Chunks of one request that wait for the thread are joined into one response.
-    """
-
-    def __init__(self) -> None:
-        self._ready = threading.Condition()
-        self._waiting: dict[int, Parcel] = {}
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
-        self._thread.start()
-
-    def put(self, parcel: Parcel, chunk: Chunk) -> None:
-        with self._ready:
-            parcel.chunk = chunk._replace(token_ids=parcel.chunk.token_ids + chunk.token_ids)
-            if chunk.finished or not parcel.whole:
-                self._waiting[id(parcel)] = parcel
-                self._ready.notify()
-
-    def close(self) -> None:
-        """Send what waits, then end."""
-        with self._ready:
-            self._closed = True
-            self._ready.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._ready:
-                self._ready.wait_for(lambda: self._waiting or self._closed)
-                if not self._waiting:
-                    return
-                parcel = self._waiting.pop(next(iter(self._waiting)))
-                chunk, parcel.chunk = parcel.chunk, Chunk([])
-            if chunk.error is not None and chunk.token_ids:
-                parcel.sender.send(Chunk(chunk.token_ids))
-            parcel.sender.send(chunk)

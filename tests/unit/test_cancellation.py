@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -73,6 +74,17 @@ def test_after_unwatch_nobody_is_asked(watcher: CancellationWatcher) -> None:
     num_polls, polls_then = over.num_polls, other.num_polls
     until(lambda: other.num_polls > polls_then + 3)
     assert over.num_polls == num_polls
+
+
+def test_a_call_that_is_over_is_let_go(watcher: CancellationWatcher, counts: list[int]) -> None:
+    """Triton unloads no model while one of its requests lives."""
+    calls = [Watched()]
+    key = watch(watcher, calls[0])
+    until(lambda: calls[0].num_polls > 0)
+    watcher.unwatch(key)
+    until(lambda: counts[-1] == 0)
+    gone = weakref.ref(calls.pop())
+    until(lambda: gone() is None)
 
 
 def test_unwatching_twice_or_an_unknown_key_is_nothing(watcher: CancellationWatcher) -> None:

@@ -1,0 +1,320 @@
+"""The two Triton models over a stand-in for Triton's Python API: tensors out and in, and one end for each request."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_pb_utils as pb_utils
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator import contracts
+from orchestrator.config import Generation, Tier
+from orchestrator.engines import Chunk, Deliver, EngineRefusal, EngineRequest
+from orchestrator.engines.parsing import parse_engine_request
+from orchestrator.errors import InvalidRequestError, OverloadedError
+from orchestrator.pipeline import build_engine_request
+from orchestrator.request import ChatRequest
+from orchestrator.triton import adapter, engine_model
+from orchestrator.triton.sender import Sender
+from orchestrator.triton.tensors import parameters_of, to_triton_error
+
+TIMEOUT_S = 5.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.001)
+
+
+# --- sender, errors, parameters ------------------------------------------------------------------------------
+
+
+def test_after_the_end_nobody_is_asked_for_cancellation() -> None:
+    request = pb_utils.Request([])
+    sender = Sender(request)
+    request.sender.cancelled = True
+    assert sender.is_cancelled()
+    sender.send(pb_utils.InferenceResponse(), final=False)
+    assert sender.is_cancelled()
+    sender.send(None, final=True)
+    assert not sender.is_cancelled()
+    assert [final for _, final in request.sender.sent] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidRequestError("m", param="stop"), pb_utils.TritonError.INVALID_ARG),
+        (OverloadedError("m"), pb_utils.TritonError.UNAVAILABLE),
+    ],
+)
+def test_our_errors_as_tritons(error: Any, code: int) -> None:
+    triton_error = to_triton_error(error)
+    assert triton_error.code() == code
+    assert json.loads(triton_error.message()) == error.body()
+
+
+def test_parameters_are_text() -> None:
+    assert parameters_of(pb_utils.Request([], parameters={"a": 1, "b": "x"})) == {"a": "1", "b": "x"}
+    assert parameters_of(pb_utils.Request([])) == {}
+
+
+# --- the engine's request, over the tensors and back ---------------------------------------------------------
+
+TIER = Tier(
+    name="simple",
+    model="llm_small",
+    tokenizer="t",
+    context_window=100,
+    end_id=2,
+    pad_id=2,
+    input_price_per_million_tokens=0.0,
+    output_price_per_million_tokens=0.0,
+    generation=Generation(max_output_tokens=40, temperature=0.2, top_p=0.9),
+)
+# Every value that a caller may send, at the borders of what is allowed too.
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_tokens": st.integers(1, 90),
+        "temperature": st.floats(0, 2),
+        "top_p": st.floats(1e-6, 1),
+        "top_k": st.integers(0, 2**31 - 1),
+        "seed": st.integers(0, 2**63 - 1),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "repetition_penalty": st.floats(0.01, 2),
+        "min_tokens": st.integers(0, 1),
+        "ignore_eos": st.booleans(),
+    },
+)
+
+
+@given(fields=FIELDS)
+def test_what_a_caller_may_ask_for_an_engine_accepts(fields: dict[str, Any]) -> None:
+    chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], **fields})
+    sent = build_engine_request(chat, TIER, [5, 6, 7])
+    tensors = {tensor.name(): tensor.as_numpy() for tensor in adapter._engine_inputs(sent)}
+    parsed = parse_engine_request(sent.request_id, tensors, exclude_input=True)
+    assert parsed.streaming
+    got = parsed.request
+    greedy = not sent.sample or sent.top_k == 1
+    exact = ("request_id", "input_ids", "max_new_tokens", "end_id", "min_tokens", "seed")
+    near = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    assert {name: getattr(got, name) for name in exact} == {name: getattr(sent, name) for name in exact}
+    assert got.sample is not greedy
+    for name in (*near, *(() if greedy else ("temperature", "top_p", "top_k"))):
+        assert getattr(got, name) == pytest.approx(getattr(sent, name), rel=1e-6, abs=1e-30)
+
+
+# --- engine model --------------------------------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Accepts everything; the test delivers."""
+
+    def __init__(self, *_: object) -> None:
+        self.live: dict[str, tuple[EngineRequest, Deliver]] = {}
+        self.stopped: list[str] = []
+        self.refusal: str | None = None
+
+    def add(self, request: EngineRequest, deliver: Deliver) -> None:
+        if self.refusal is not None:
+            raise EngineRefusal(self.refusal)
+        self.live[request.request_id] = (request, deliver)
+
+    def stop(self, request_id: str) -> None:
+        self.stopped.append(request_id)
+
+    def close(self) -> None:
+        pass
+
+    def deliver(self, request_id: str, *chunks: Chunk) -> None:
+        for chunk in chunks:
+            self.live[request_id][1](chunk)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[engine_model.EngineModel]:
+    monkeypatch.setattr(engine_model, "ProcessEngine", FakeEngine)
+    monkeypatch.setattr(engine_model, "CANCELLATION_CHECK_PERIOD_S", 0.001)
+    config = {
+        "max_batch_size": 8,
+        "parameters": {"engine": {"string_value": "x"}, "exclude_input_in_output": {"string_value": "true"}},
+    }
+    model = engine_model.EngineModel(
+        {
+            "model_config": json.dumps(config),
+            "model_repository": "r",
+            "model_version": "1",
+            "model_name": "llm_small",
+        }
+    )
+    yield model
+    model.finalize()
+
+
+@pytest.fixture
+def engine(model: engine_model.EngineModel) -> FakeEngine:
+    assert isinstance(model._engine, FakeEngine)
+    return model._engine
+
+
+def request(request_id: str = "id", parameters: dict[str, str] | None = None, **values: Any) -> pb_utils.Request:
+    given = {"input_ids": [[5, 6]], "input_lengths": [2], "request_output_len": [9], **values}
+    tensors = [pb_utils.Tensor(name, np.array(value)) for name, value in given.items()]
+    return pb_utils.Request(tensors, request_id, parameters)
+
+
+def sent(request: pb_utils.Request) -> list[list[int] | str]:
+    """The responses until the final one: token ids, or the text of an error."""
+    until(lambda: bool(request.sender.sent) and request.sender.sent[-1][1])
+    out: list[list[int] | str] = []
+    for response, _ in request.sender.sent:
+        if response is None:
+            continue
+        if response.has_error():
+            out.append(response.error().message())
+        for tensor in response.output_tensors():
+            if tensor.name() == "output_ids":
+                out.append(tensor.as_numpy()[0, 0].tolist())
+            if tensor.name() == "context_phase_params":
+                out.append(tensor.as_numpy().tobytes().decode())
+    return out
+
+
+def test_streaming_sends_as_it_comes(model: engine_model.EngineModel, engine: FakeEngine) -> None:
+    asked = request(streaming=[True])
+    model.execute([asked])
+    engine.deliver("id", Chunk([7]))
+    until(lambda: len(asked.sender.sent) == 1)
+    engine.deliver("id", Chunk([8, 9], finished=True))
+    assert sent(asked) == [[7], [8, 9]]
+
+
+def test_whole_sends_once(model: engine_model.EngineModel, engine: FakeEngine) -> None:
+    asked = request()
+    model.execute([asked])
+    engine.deliver("id", Chunk([7]), Chunk([8]), Chunk([], finished=True))
+    assert sent(asked) == [[7, 8]]
+    assert len(asked.sender.sent) == 1
+
+
+def test_whole_may_begin_with_the_prompt(model: engine_model.EngineModel, engine: FakeEngine) -> None:
+    asked = request(exclude_input_in_output=[False])
+    model.execute([asked])
+    engine.deliver("id", Chunk([7], finished=True))
+    assert sent(asked) == [[5, 6, 7]]
+
+
+def test_an_empty_end_is_only_the_final_flag(model: engine_model.EngineModel, engine: FakeEngine) -> None:
+    asked = request(streaming=[True])
+    model.execute([asked])
+    engine.deliver("id", Chunk([], finished=True))
+    assert sent(asked) == []
+
+
+@pytest.mark.parametrize("as_data", [False, True])
+def test_an_error_comes_after_the_tokens(model: engine_model.EngineModel, engine: FakeEngine, as_data: bool) -> None:
+    parameters = {contracts.ERROR_OUTPUT: contracts.CONTEXT_PHASE_PARAMS.name} if as_data else None
+    asked = request(parameters=parameters, streaming=[True])
+    model.execute([asked])
+    engine.deliver("id", Chunk([7]), Chunk([], finished=True, error="out of méh"))
+    assert sent(asked) == [[7], "out of méh"]
+    has_error = [response.has_error() for response, _ in asked.sender.sent if response is not None]
+    assert any(has_error) is not as_data
+
+
+def test_a_refusal_ends_the_request(model: engine_model.EngineModel, engine: FakeEngine) -> None:
+    wrong, refused, good = request(beam_width=[2]), request("refused"), request("good")
+    model.execute([wrong])
+    engine.refusal = "full"
+    model.execute([refused])
+    engine.refusal = None
+    model.execute([good])
+    engine.deliver("good", Chunk([7], finished=True))
+    assert sent(wrong) == ["beam_width: this engine supports only 1 (got [2])"]
+    assert sent(refused) == ["full"]
+    assert sent(good) == [[7]]
+
+
+def test_stop_by_id(model: engine_model.EngineModel, engine: FakeEngine) -> None:
+    asked, nameless = request("mine", stop=[True]), request("", stop=[True])
+    model.execute([asked, nameless])
+    assert engine.stopped == ["mine"]
+    assert sent(asked) == []
+    assert sent(nameless) == ["stop: needs the request id of the request to stop"]
+
+
+def test_a_client_that_leaves_stops_its_request_alone(model: engine_model.EngineModel, engine: FakeEngine) -> None:
+    stays, leaves = request("stays", streaming=[True]), request("leaves", streaming=[True])
+    model.execute([stays, leaves])
+    leaves.sender.cancelled = True
+    until(lambda: "leaves" in engine.stopped)
+    engine.deliver("leaves", Chunk([], finished=True))
+    engine.deliver("stays", Chunk([7], finished=True))
+    assert sent(leaves) == []
+    assert sent(stays) == [[7]]
+    assert set(engine.stopped) == {"leaves"}
+
+
+# --- orchestrator model --------------------------------------------------------------------------------------
+
+
+class BlockingPipeline:
+    """Holds every call until the test lets go."""
+
+    def __init__(self, *_: object) -> None:
+        self.go = threading.Event()
+        self.bodies: list[bytes] = []
+
+    def run(self, call: Any) -> None:
+        self.bodies.append(call.body)
+        self.go.wait(TIMEOUT_S)
+        call.sink.send('{"n":1}', final=False)
+        call.sink.send('{"n":2}', final=True)
+
+
+def test_beyond_the_limits_a_call_is_refused_and_then_there_is_room_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tier = TIER.model_dump_json(exclude={"generation"})
+    rows = "".join(f"{key} = {json.dumps(value)}\n" for key, value in json.loads(tier).items())
+    limits = "[limits]\nmax_live_requests = 2\nmax_waiting_requests = 1\n"
+    (tmp_path / "tiers.toml").write_text(f"[[tier]]\n{rows}generation = {{ max_output_tokens = 4 }}\n{limits}")
+    monkeypatch.setattr(adapter, "Pipeline", BlockingPipeline)
+    model = adapter.OrchestratorModel({"model_repository": str(tmp_path / "model_repository" / "orchestrator")})
+    pipeline = model._pipeline
+    assert isinstance(pipeline, BlockingPipeline)
+
+    def call() -> pb_utils.Request:
+        asked = pb_utils.Request([pb_utils.Tensor("request", np.array([b"{}"], dtype=np.object_))])
+        model.execute([asked])
+        return asked
+
+    calls = [call() for _ in range(4)]
+    ((response, is_final),) = calls[3].sender.sent
+    assert is_final
+    assert json.loads(response.error().message())["error"]["message"] == (
+        "3 requests are running or waiting, which is the limit; try again later"
+    )
+    pipeline.go.set()
+    for asked in calls[:3]:
+        until(lambda: len(asked.sender.sent) == 2)  # noqa: B023 (it runs at once)
+        events = [response.output_tensors()[0].as_numpy()[0] for response, _ in asked.sender.sent]
+        assert events == [b'{"n":1}', b'{"n":2}']
+        assert [is_final for _, is_final in asked.sender.sent] == [False, True]
+    until(lambda: model._in_flight == 0)
+    again = call()
+    until(lambda: len(again.sender.sent) == 2)
+    model.finalize()
