@@ -13,6 +13,10 @@ from typing import NamedTuple
 
 ORCHESTRATOR_MODEL = "orchestrator"
 
+# Where the orchestrator finds the gRPC service of its own server: set by `serve`, else Triton's default.
+GRPC_URL_VARIABLE = "TRITON_REALTIME_GRPC_URL"
+DEFAULT_GRPC_URL = "127.0.0.1:8001"
+
 # Request headers that Triton forwards as request parameters; a client can also set parameters of these names,
 # so whoever reads one validates it.
 FORWARDED_HEADERS = (
@@ -75,13 +79,6 @@ STOP = _scalar("stop", "TYPE_BOOL")
 
 OUTPUT_IDS = TensorSpec("output_ids", "TYPE_INT32", (-1, -1), optional=False)
 SEQUENCE_LENGTH = TensorSpec("sequence_length", "TYPE_INT32", (-1,), optional=False)
-
-# A request parameter of our engine models: in which output the caller wants an error, as bytes of UTF-8 text.
-# Triton 2.51 garbles an error response on its way to a BLS caller (the stub reads an id and a final flag that were
-# never written: the caller hangs or its process crashes), so the orchestrator asks for errors as data, in the one
-# output of the contract that holds opaque bytes. NVIDIA's backend does not know the parameter and sends errors.
-ERROR_OUTPUT = "error_output"
-CONTEXT_PHASE_PARAMS = TensorSpec("context_phase_params", "TYPE_UINT8", (-1,))
 
 # In NVIDIA's order. Typed by hand from TensorRT-LLM's template; types that the template leaves to the build
 # are FP32 for logits and FP16 for embedding tables and encoder features.
@@ -159,7 +156,7 @@ ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("generation_logits", "TYPE_FP32", (-1, -1, -1)),
     TensorSpec("batch_index", "TYPE_INT32"),
     TensorSpec("sequence_index", "TYPE_INT32"),
-    CONTEXT_PHASE_PARAMS,
+    TensorSpec("context_phase_params", "TYPE_UINT8", (-1,)),
     TensorSpec("kv_cache_alloc_new_blocks", "TYPE_INT32"),
     TensorSpec("kv_cache_reused_blocks", "TYPE_INT32"),
     TensorSpec("kv_cache_alloc_total_blocks", "TYPE_INT32"),

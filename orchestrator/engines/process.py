@@ -32,9 +32,11 @@ class ProcessEngine:
             [python, "-m", "orchestrator.engines.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._process.stdin and self._process.stdout
-        self._in_fd = self._process.stdin.fileno()
+        self._in = self._process.stdin
         self._out = self._process.stdout
+        # Two locks: a write may wait for the worker, which may wait for us to read what it says.
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._live: dict[str, Deliver] = {}
         self._failure: str | None = None
         self._send({"parameters": dict(parameters), "model_dir": str(model_dir)})
@@ -53,25 +55,28 @@ class ProcessEngine:
             if request.request_id in self._live:
                 raise EngineRefusal(f"request id: {request.request_id!r} is already running; use a fresh one")
             self._live[request.request_id] = deliver
-            self._send({"add": dataclasses.asdict(request)})
+        self._send({"add": dataclasses.asdict(request)})
 
     def stop(self, request_id: str) -> None:
         with self._lock:
             if self._failure is not None:
                 raise EngineRefusal(self._failure)
-            self._send({"stop": request_id})
+        self._send({"stop": request_id})
 
     def close(self) -> None:
         with self._lock:
             self._failure = self._failure or "the engine is shutting down"
-            self._process.stdin.close()  # type: ignore[union-attr]  # end of input: the worker exits after its step
+        with self._writing:
+            self._in.close()  # end of input: the worker exits after its step
         self._reader.join()
 
     def _send(self, message: dict[str, object]) -> None:
-        try:
-            write_line(self._in_fd, message)
-        except BrokenPipeError:
-            pass  # the worker is gone; the reader sees its end and tells every request
+        with self._writing:
+            try:
+                if not self._in.closed:
+                    write_line(self._in.fileno(), message)
+            except BrokenPipeError:
+                pass  # the worker is gone; the reader sees its end and tells every request
 
     def _read(self) -> None:
         failure = None

@@ -41,15 +41,15 @@ class ChatCompletions:
         except ApiError as error:
             await _send_json(send, error.status, json.dumps(error.body()).encode())
             return
-        metadata = [(name.decode(), value.decode("latin-1")) for name, value in scope["headers"] if name in _FORWARDED]
-        events = self._triton.open(body, metadata)
-        leaving = asyncio.create_task(_cancel_when_client_leaves(receive, events))
+        headers = [(name.decode(), value.decode("latin-1")) for name, value in scope["headers"] if name in _FORWARDED]
+        events = self._triton.open(body, headers)
+        # The task itself is cancelled, not only the call: gRPC's write waits forever on a call cancelled too early.
+        leaving = asyncio.create_task(_cancel_when_client_leaves(receive, asyncio.current_task()))
         try:
             await (_relay_stream if stream else _relay_answer)(events, send)
         except asyncio.CancelledError:
             if not leaving.done():
                 raise
-            # The client left, and reading its events ended with them.
         finally:
             leaving.cancel()
             events.cancel()
@@ -96,10 +96,11 @@ async def _relay_stream(events: EventStream, send: Send) -> None:
     await send({"type": "http.response.body", "body": last})
 
 
-async def _cancel_when_client_leaves(receive: Receive, events: EventStream) -> None:
+async def _cancel_when_client_leaves(receive: Receive, relay: asyncio.Task[None] | None) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    events.cancel()
+    if relay is not None:
+        relay.cancel()
 
 
 async def _read_body(receive: Receive) -> bytes:

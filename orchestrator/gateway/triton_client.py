@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +11,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from orchestrator import contracts
 from orchestrator.errors import EngineError, from_message
+from orchestrator.wire import add_string, find_output, is_end, new_request, stop_request
 
 READY_TIMEOUT_S = 2.0
 
@@ -23,6 +23,7 @@ class TritonClient:
         self._url = url
         self._channel: aio.Channel | None = None
         self._stub: Any = None
+        self._idle: list[Any] = []  # open ModelStreamInfer calls that serve nobody
 
     async def __aenter__(self) -> TritonClient:
         self._channel = aio.insecure_channel(self._url)
@@ -33,12 +34,14 @@ class TritonClient:
         if self._channel is not None:
             await self._channel.close()
 
-    def open(self, body: bytes, metadata: Iterable[tuple[str, str]]) -> EventStream:
-        """Start a chat completion with `body` (OpenAI's JSON)."""
-        request = service_pb2.ModelInferRequest(model_name=contracts.ORCHESTRATOR_MODEL)
-        request.inputs.add(name=contracts.REQUEST.name, datatype="BYTES", shape=[1])
-        request.raw_input_contents.append(struct.pack("<I", len(body)) + body)
-        return EventStream(self._stub.ModelStreamInfer(iter((request,)), metadata=tuple(metadata)))
+    def open(self, body: bytes, headers: Iterable[tuple[str, str]]) -> EventStream:
+        """Start a chat completion with `body` (OpenAI's JSON); `headers` become request parameters."""
+        request = new_request(contracts.ORCHESTRATOR_MODEL)
+        add_string(request, contracts.REQUEST, body)
+        for name, value in headers:
+            request.parameters[name].string_param = value
+        call = self._idle.pop() if self._idle else self._stub.ModelStreamInfer()
+        return EventStream(call, request, self._idle)
 
     async def find_not_ready(self, engines: Iterable[str]) -> list[str]:
         """What is not ready: "triton", "orchestrator", or names of `engines`; empty when all is.
@@ -59,14 +62,7 @@ class TritonClient:
 
     async def _answers(self, engine: str) -> bool:
         """Whether an engine model answers a stop for a request that does not exist, as the contract says it must."""
-        request = service_pb2.ModelInferRequest(model_name=engine, id=f"ready-{uuid.uuid4().hex}")
-        for spec, datatype, raw in (
-            (contracts.STOP, "BOOL", b"\x01"),
-            (contracts.INPUT_LENGTHS, "INT32", bytes(4)),
-            (contracts.REQUEST_OUTPUT_LEN, "INT32", bytes(4)),
-        ):
-            request.inputs.add(name=spec.name, datatype=datatype, shape=[1, 1])
-            request.raw_input_contents.append(raw)
+        request = stop_request(engine, f"ready-{uuid.uuid4().hex}")
         try:
             responses = self._stub.ModelStreamInfer(iter((request,)), timeout=READY_TIMEOUT_S)
             return not any([response.error_message async for response in responses])
@@ -75,26 +71,47 @@ class TritonClient:
 
 
 class EventStream:
-    """The events of one call, in order. `cancel` ends the generation; it may be called at any time."""
+    """The events of one call, in order. `cancel` ends the generation; it may be called at any time.
 
-    def __init__(self, call: Any) -> None:
+    A gRPC stream whose call ended goes back to `idle` and serves another: opening one costs over a millisecond.
+    """
+
+    def __init__(self, call: Any, request: Any, idle: list[Any]) -> None:
         self._call = call
+        self._request = request
+        self._idle = idle
+        self._is_started = False
+        self._is_ended = False
 
     def cancel(self) -> None:
-        self._call.cancel()
+        if not self._is_ended:
+            self._is_ended = True
+            self._call.cancel()
 
     async def read(self) -> bytes | None:
         """The next event's JSON, or None after the last.
 
         Raises the `ApiError` that the orchestrator sent, or `EngineError` when Triton itself failed.
         """
-        try:
-            response = await self._call.read()
-        except aio.AioRpcError as error:
-            raise EngineError(f"Triton cannot be reached or failed: {error.code().name}: {error.details()}") from error
-        if response is aio.EOF:
-            return None
-        if response.error_message:
-            raise from_message(response.error_message)
-        raw: bytes = response.infer_response.raw_output_contents[0]
-        return raw[4:]  # one STRING element: a length of 4 bytes, then the text
+        while not self._is_ended:
+            try:
+                if not self._is_started:
+                    self._is_started = True
+                    await self._call.write(self._request)
+                response = await self._call.read()
+            except aio.AioRpcError as error:
+                self._is_ended = True
+                raise EngineError(
+                    f"Triton cannot be reached or failed: {error.code().name}: {error.details()}"
+                ) from error
+            if response is aio.EOF:
+                self._is_ended = True
+                raise EngineError("Triton closed the stream")
+            if is_end(response):
+                self._is_ended = True
+                self._idle.append(self._call)
+            if response.error_message:
+                raise from_message(response.error_message)
+            if raw := find_output(response, contracts.EVENT):
+                return raw[4:]  # one STRING element: a length of 4 bytes, then the text
+        return None

@@ -53,7 +53,7 @@ class CancellationWatcher:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._watched or self._closed or self._num_told != 0)
-                # The period comes before the poll, so that a call's first poll does not get in the way of its first token.
+                # Wait before the poll, so that a call's first poll does not get in the way of its first token.
                 self._changed.wait_for(lambda: self._closed, timeout=self._period_s(len(self._watched)))
                 if self._closed:
                     return

@@ -17,7 +17,6 @@ from orchestrator.engines.process import ProcessEngine
 from orchestrator.triton.cancellation import CancellationWatcher
 from orchestrator.triton.metrics import live_requests_gauge
 from orchestrator.triton.sender import Sender
-from orchestrator.triton.tensors import parameters_of
 
 log = logging.getLogger("orchestrator.engine")
 
@@ -40,7 +39,7 @@ class EngineModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            sender = ChunkSender(Sender(request), parameters_of(request).get(contracts.ERROR_OUTPUT))
+            sender = ChunkSender(Sender(request))
             try:
                 self._start(request, sender)
             except EngineRefusal as refusal:
@@ -80,24 +79,16 @@ class EngineModel:
 
 
 class ChunkSender:
-    """Sends chunks as the responses of one Triton request.
+    """Sends chunks as the responses of one Triton request."""
 
-    A caller that sets the parameter `ERROR_OUTPUT` gets an error as bytes of text in the output of that name, any
-    other caller as a Triton error: see `contracts.ERROR_OUTPUT`.
-    """
-
-    def __init__(self, sender: Sender, error_output: str | None) -> None:
+    def __init__(self, sender: Sender) -> None:
         self._sender = sender
-        self._error_output = error_output
         self.is_cancelled = sender.is_cancelled
 
     def send(self, chunk: Chunk) -> None:
         response = None
-        if chunk.error is not None and self._error_output is None:
+        if chunk.error is not None:
             response = pb_utils.InferenceResponse(error=pb_utils.TritonError(chunk.error))
-        elif chunk.error is not None:
-            text = np.frombuffer(chunk.error.encode(), dtype=np.uint8)[None]  # [1, bytes]
-            response = pb_utils.InferenceResponse([pb_utils.Tensor(self._error_output, text)])
         elif chunk.token_ids:
             ids = np.array([[chunk.token_ids]], dtype=np.int32)  # [1, beam 1, tokens]
             length = np.array([[len(chunk.token_ids)]], dtype=np.int32)  # [1, beam 1]

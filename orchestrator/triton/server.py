@@ -17,7 +17,7 @@ from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.contracts import FORWARDED_HEADERS
+from orchestrator.contracts import FORWARDED_HEADERS, GRPC_URL_VARIABLE
 from orchestrator.triton.ports import LOOPBACK, Ports
 from orchestrator.triton.process import StartError
 
@@ -123,6 +123,7 @@ def launch(
     env = dict(environ)
     env["PATH"] = _search_path(Path(sys.executable).parent, environ.get("PATH"))
     env["PYTHONUNBUFFERED"] = "1"
+    env[GRPC_URL_VARIABLE] = f"{LOOPBACK}:{ports.triton_grpc}"
     if install.package is not None:
         command.append(f"--backend-directory={_link_backends(install.package, run_dir)}")
         libraries = [install.package.parents[1] / "nvidia_pytriton.libs", _libpython_folder()]

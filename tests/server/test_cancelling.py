@@ -94,6 +94,7 @@ def test_in_the_midst_of_an_upload(scripted_stack: Stack) -> None:
         connection.sendall(head.encode() + b'{"messages": [')
         time.sleep(0.05)
     assert scripted_stack.stream(messages=script(text="alive")).text == "alive"
+    scripted_stack.wait_for_log("request", since)
     assert len(scripted_stack.logged("request", since)) == 1
     assert "Traceback" not in scripted_stack.log("gateway")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import threading
@@ -112,22 +113,29 @@ def test_a_long_prompt_beyond_the_window_is_refused_with_counts(cpu_stack: Stack
 
 
 def test_six_staggered_streams(cpu_stack: Stack) -> None:
-    """The last one's first token comes within 1.5 times of the first one's, while all six run."""
-    subjects = ("the sea", "the sun", "the moon", "the wind", "the snow", "the rain")
+    """The last one's first token comes within 1.5 times of the first one's, while all six run.
 
-    def run(index: int) -> tuple[float, float, float]:
-        time.sleep(0.2 * index)
+    Medians of three rounds: one round is at the mercy of where in a decode step a request arrives. No prompt has a
+    cached prefix, so all six cost the same.
+    """
+
+    def run(number: int, after_s: float = 0.0) -> tuple[float, float, float]:
+        time.sleep(after_s)
         started_s = time.monotonic()
-        answer = cpu_stack.stream(
-            messages=ask(f"Tell me a long story about {subjects[index]}."), ignore_eos=True, max_tokens=80
-        )
+        question = ask(f"{number} is my number. Tell me a story about it.")
+        answer = cpu_stack.stream(messages=question, ignore_eos=True, max_tokens=60)
         return answer.came_s[0], started_s, time.monotonic()
 
-    run(0)  # warm-up, so that the first one is not flattered
+    run(1000)  # warm-up
+    rounds = []
     with ThreadPoolExecutor(6) as pool:
-        first_s, started_s, ended_s = zip(*pool.map(run, range(6)))
-    assert min(ended_s) > max(started_s) + first_s[-1], "they did not overlap"
-    assert first_s[-1] <= 1.5 * first_s[0], [round(value * 1000) for value in first_s]
+        for first_number in (2000, 3000, 4000):
+            streams = [pool.submit(run, first_number + 111 * index, 0.2 * index) for index in range(6)]
+            first_s, started_s, ended_s = zip(*(stream.result() for stream in streams))
+            assert min(ended_s) > max(started_s) + first_s[-1], "they did not overlap"
+            rounds.append(first_s)
+    first_ms, *_, last_ms = (1000 * statistics.median(times_s) for times_s in zip(*rounds))
+    assert last_ms <= 1.5 * first_ms, [[round(1000 * time_s) for time_s in times_s] for times_s in rounds]
 
 
 def test_a_short_answer_does_not_wait_for_a_long_one(cpu_stack: Stack) -> None:

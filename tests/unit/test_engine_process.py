@@ -254,7 +254,7 @@ def request_for(tokenizer: Tokenizer) -> Callable[..., EngineRequest]:
     def make(request_id: str, *, padding: int = 0, **fields: Any) -> EngineRequest:
         prompt = "x " * padding + f"#script {json.dumps(fields)}"
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-        return EngineRequest(request_id, ids, max_new_tokens=2000, end_id=2)
+        return EngineRequest(request_id, ids, max_new_tokens=200_000, end_id=2)
 
     return make
 
@@ -305,20 +305,33 @@ def test_a_failed_request_disturbs_nobody(
     assert other.until_finished()[-1].error is None
 
 
-def test_long_prompts_join_while_others_stream(
+def test_long_prompts_join_while_nobody_reads(
     shared_engine: ProcessEngine, request_for: Callable[..., EngineRequest]
 ) -> None:
-    """More than a pipe holds in both directions at once: nobody may wait for a lock meanwhile."""
-    streams = [Inbox() for _ in range(24)]
-    for index, inbox in enumerate(streams):
-        shared_engine.add(request_for(f"s{index}", token_ids=[[5] * 20] * 90), inbox.put)
-    prompts = [Inbox() for _ in range(8)]
-    for index, inbox in enumerate(prompts):
-        shared_engine.add(request_for(f"p{index}", padding=3500, token_ids=[[5]]), inbox.put)
-    for inbox in streams:
-        assert sum(len(chunk.token_ids) for chunk in inbox.until_finished()) == 1800
+    """The pipes are full in both directions, and yet everybody gets on."""
+    may_read = threading.Event()
+    stream = Inbox()
+
+    def read_slowly(chunk: Chunk) -> None:
+        may_read.wait(TIMEOUT_S)
+        stream.put(chunk)
+
+    shared_engine.add(request_for("s", token_ids=[[5] * 1000] * 200), read_slowly)
+    prompts = [Inbox() for _ in range(16)]
+    joining = threading.Thread(
+        target=lambda: [
+            shared_engine.add(request_for(f"p{index}", padding=3500, token_ids=[[5]]), inbox.put)
+            for index, inbox in enumerate(prompts)
+        ]
+    )
+    joining.start()
+    joining.join(0.5)
+    assert joining.is_alive(), "the pipes hold more than this test sends"
+    may_read.set()
+    assert stream.until_finished()[-1].finished
     for inbox in prompts:
         assert inbox.until_finished()[-1] == Chunk([5], finished=True)
+    joining.join(TIMEOUT_S)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""Triton's gRPC messages, as every client in this project builds them."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import service_pb2
+
+from orchestrator import contracts
+from orchestrator.contracts import TensorSpec
+
+# Parameters of Triton's gRPC protocol for decoupled models: ask for the end as a response of its own; read it there.
+_ASK_FOR_END = "triton_enable_empty_final_response"
+_IS_END = "triton_final_response"
+
+_NUMPY = {"TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_UINT64": np.uint64, "TYPE_FP32": np.float32}
+
+
+def new_request(model: str, request_id: str = "") -> Any:
+    """An empty `ModelInferRequest` for a decoupled model."""
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    request.parameters[_ASK_FOR_END].bool_param = True
+    return request
+
+
+def add_row(request: Any, spec: TensorSpec, *values: Any) -> None:
+    """Add the tensor `spec` of shape [1, len(values)]."""
+    row = np.array(values, dtype=_NUMPY[spec.dtype])
+    request.inputs.add(name=spec.name, datatype=spec.dtype.removeprefix("TYPE_"), shape=[1, len(values)])
+    request.raw_input_contents.append(row.tobytes())
+
+
+def add_string(request: Any, spec: TensorSpec, value: bytes) -> None:
+    """Add the STRING tensor `spec` of shape [1]."""
+    request.inputs.add(name=spec.name, datatype="BYTES", shape=[1])
+    request.raw_input_contents.append(struct.pack("<I", len(value)) + value)
+
+
+def find_output(response: Any, spec: TensorSpec) -> bytes | None:
+    """The raw bytes of an output of a `ModelStreamInferResponse`."""
+    infer = response.infer_response
+    for output, raw in zip(infer.outputs, infer.raw_output_contents):
+        if output.name == spec.name:
+            return bytes(raw)
+    return None
+
+
+def is_end(response: Any) -> bool:
+    """Whether this response is the last of its request."""
+    return bool(response.infer_response.parameters[_IS_END].bool_param)
+
+
+def stop_request(model: str, request_id: str) -> Any:
+    """The request that ends the running request of the same id, by NVIDIA's contract."""
+    request = new_request(model, request_id)
+    add_row(request, contracts.STOP, True)
+    # Triton's core insists on the two required tensors, whatever they hold.
+    add_row(request, contracts.INPUT_LENGTHS, 0)
+    add_row(request, contracts.REQUEST_OUTPUT_LEN, 0)
+    return request
