@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2_grpc
 
 from orchestrator import contracts
+from orchestrator.engines import EngineRequest
+from orchestrator.triton.engine_client import build_request
+from orchestrator.wire import find_output
 from perf.errors import PerfError
 
 
@@ -60,21 +63,9 @@ class EngineClient:
             raise PerfError(f"{self._model}: {error}") from error
         if response.error_message:
             raise PerfError(f"{self._model}: {response.error_message}")
-        outputs = zip(response.infer_response.outputs, response.infer_response.raw_output_contents)
-        lengths = [raw for output, raw in outputs if output.name == contracts.SEQUENCE_LENGTH.name]
-        return struct.unpack("<i", lengths[0])[0] if lengths else 0
+        raw = find_output(response, contracts.SEQUENCE_LENGTH)
+        return struct.unpack("<i", raw)[0] if raw else 0
 
     def _request(self, token_ids: Sequence[int], max_tokens: int) -> Any:
         """What the orchestrator sends for `temperature` 0 and `ignore_eos`."""
-        request = service_pb2.ModelInferRequest(model_name=self._model, id=uuid.uuid4().hex)
-
-        def add(spec: contracts.TensorSpec, datatype: str, raw: bytes, length: int = 1) -> None:
-            request.inputs.add(name=spec.name, datatype=datatype, shape=[1, length])
-            request.raw_input_contents.append(raw)
-
-        add(contracts.INPUT_IDS, "INT32", struct.pack(f"<{len(token_ids)}i", *token_ids), len(token_ids))
-        add(contracts.INPUT_LENGTHS, "INT32", struct.pack("<i", len(token_ids)))
-        add(contracts.REQUEST_OUTPUT_LEN, "INT32", struct.pack("<i", max_tokens))
-        add(contracts.RUNTIME_TOP_K, "INT32", struct.pack("<i", 1))
-        add(contracts.STREAMING, "BOOL", b"\x01")
-        return request
+        return build_request(self._model, EngineRequest(uuid.uuid4().hex, list(token_ids), max_tokens))

@@ -124,7 +124,11 @@ def test_command_line(tmp_path: Path) -> None:
         "--backend-config=python,shm-region-prefix-name=prefix-",
         "--exit-timeout-secs=7",
     } < set(launched.command)
-    assert launched.env == {"PATH": f"{Path(sys.executable).parent}:/bin", "PYTHONUNBUFFERED": "1"}
+    assert launched.env == {
+        "PATH": f"{Path(sys.executable).parent}:/bin",
+        "PYTHONUNBUFFERED": "1",
+        "TRITON_REALTIME_GRPC_URL": "127.0.0.1:3",
+    }
 
 
 def test_the_package_gets_its_libraries_and_this_pythons_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
