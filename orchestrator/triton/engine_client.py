@@ -9,6 +9,7 @@ that connect and leave were enough).
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -23,6 +24,8 @@ from orchestrator import contracts
 from orchestrator.engines import EngineRequest
 from orchestrator.errors import EngineError
 from orchestrator.wire import add_row, find_output, is_end, new_request, stop_request
+
+log = logging.getLogger("orchestrator.engine")
 
 # A stop that was not answered for so long is sent again when somebody asks again.
 STOP_TIMEOUT_S = 1.0
@@ -45,7 +48,10 @@ class GrpcEngineClient:
         try:
             while not ended:
                 response = stream.receive()
-                ended = is_end(response)
+                if response.infer_response.id not in ("", request.request_id):
+                    continue  # the rest of an earlier request that had failed
+                # Triton marks no end when it refuses a request itself (an unknown model, a wrong tensor).
+                ended = is_end(response) or bool(response.error_message)
                 if response.error_message:
                     raise EngineError(response.error_message)
                 if raw := find_output(response, contracts.OUTPUT_IDS):
@@ -54,9 +60,12 @@ class GrpcEngineClient:
             self.stop(model, request.request_id)
             raise
         finally:
-            while not ended:
-                ended = is_end(stream.receive())
-            self._idle.put(stream)
+            try:
+                while not ended:
+                    ended = is_end(stream.receive())
+                self._idle.put(stream)
+            except EngineError as error:
+                log.warning("a stream to Triton was given up: %s", error)
 
     def close(self) -> None:
         """End every stream."""
