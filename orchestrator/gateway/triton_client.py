@@ -111,7 +111,8 @@ class EventStream:
                 self._is_ended = True
                 self._idle.append(self._call)
             if response.error_message:
-                self.cancel()  # Triton marks no end when it refuses a request itself; nothing happens after a marked one
+                # When Triton itself refuses a request it marks no end; after a marked end this does nothing.
+                self.cancel()
                 raise from_message(response.error_message)
             if raw := find_output(response, contracts.EVENT):
                 return raw[4:]  # one STRING element: a length of 4 bytes, then the text
