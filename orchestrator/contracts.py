@@ -49,6 +49,11 @@ REQUEST = TensorSpec("request", "TYPE_STRING", optional=False)
 EVENT = TensorSpec("event", "TYPE_STRING", optional=False)
 
 
+# A request parameter: with it true, a request ends the running one of the same request id and is answered with an empty
+# final response. The gateway makes ids that nobody can guess; whoever uses ids of his own shares them at his own risk.
+CANCEL_PARAMETER = "cancel"
+
+
 # --- engines -----------------------------------------------------------------------------------------------
 
 

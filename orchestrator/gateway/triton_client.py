@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -23,25 +24,55 @@ class TritonClient:
         self._url = url
         self._channel: aio.Channel | None = None
         self._stub: Any = None
+        self._cancels: asyncio.Queue[Any] = asyncio.Queue()
         self._idle: list[Any] = []  # open ModelStreamInfer calls that serve nobody
 
     async def __aenter__(self) -> TritonClient:
         self._channel = aio.insecure_channel(self._url)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._sender = asyncio.create_task(self._send_cancels())
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._sender.cancel()
         if self._channel is not None:
             await self._channel.close()
 
     def open(self, body: bytes, headers: Iterable[tuple[str, str]]) -> EventStream:
         """Start a chat completion with `body` (OpenAI's JSON); `headers` become request parameters."""
-        request = new_request(contracts.ORCHESTRATOR_MODEL)
+        request = new_request(contracts.ORCHESTRATOR_MODEL, uuid.uuid4().hex)
         add_string(request, contracts.REQUEST, body)
         for name, value in headers:
             request.parameters[name].string_param = value
-        call = self._idle.pop() if self._idle else self._stub.ModelStreamInfer()
-        return EventStream(call, request, self._idle)
+        return EventStream(self, self._idle.pop() if self._idle else self._stub.ModelStreamInfer(), request)
+
+    def give_back(self, call: Any) -> None:
+        """A gRPC stream whose request ended serves another: opening one costs over a millisecond."""
+        self._idle.append(call)
+
+    def say_cancelled(self, request_id: str) -> None:
+        """Tell the orchestrator that nobody waits for this request any more.
+
+        Triton would let it find a cancelled stream only by polling. Said on a stream of its own, because the request's
+        stream is gone with its reader.
+        """
+        request = new_request(contracts.ORCHESTRATOR_MODEL, request_id)
+        add_string(request, contracts.REQUEST, b"")
+        request.parameters[contracts.CANCEL_PARAMETER].bool_param = True
+        self._cancels.put_nowait(request)
+
+    async def _send_cancels(self) -> None:
+        """One after the other for as long as the client lives; an unreachable Triton has nothing to cancel."""
+        call = None
+        while True:
+            request = await self._cancels.get()
+            try:
+                call = call or self._stub.ModelStreamInfer()
+                await call.write(request)
+                while not is_end(response := await call.read()) and response is not aio.EOF:
+                    pass
+            except aio.AioRpcError:
+                call = None
 
     async def find_not_ready(self, engines: Iterable[str]) -> list[str]:
         """What is not ready: "triton", "orchestrator", or names of `engines`; empty when all is.
@@ -71,21 +102,19 @@ class TritonClient:
 
 
 class EventStream:
-    """The events of one call, in order. `cancel` ends the generation; it may be called at any time.
+    """The events of one call, in order. `cancel` ends the generation; it may be called at any time."""
 
-    A gRPC stream whose call ended goes back to `idle` and serves another: opening one costs over a millisecond.
-    """
-
-    def __init__(self, call: Any, request: Any, idle: list[Any]) -> None:
+    def __init__(self, client: TritonClient, call: Any, request: Any) -> None:
+        self._client = client
         self._call = call
         self._request = request
-        self._idle = idle
         self._is_started = False
         self._is_ended = False
 
     def cancel(self) -> None:
         if not self._is_ended:
             self._is_ended = True
+            self._client.say_cancelled(self._request.id)
             self._call.cancel()
 
     async def read(self) -> bytes | None:
@@ -109,10 +138,11 @@ class EventStream:
                 raise EngineError("Triton closed the stream")
             if is_end(response):
                 self._is_ended = True
-                self._idle.append(self._call)
+                self._client.give_back(self._call)
             if response.error_message:
-                # When Triton itself refuses a request it marks no end; after a marked end this does nothing.
-                self.cancel()
+                if not self._is_ended:  # Triton itself refused the request, and marks no end
+                    self._is_ended = True
+                    self._call.cancel()
                 raise from_message(response.error_message)
             if raw := find_output(response, contracts.EVENT):
                 return raw[4:]  # one STRING element: a length of 4 bytes, then the text

@@ -22,8 +22,8 @@ from orchestrator.triton.metrics import live_requests_gauge
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
 
-# How often a live call is asked whether its caller left.
-CANCELLATION_CHECK_PERIOD_S = 0.010
+# How often a live call is asked whether its caller left without a word, as gRPC clients do. The gateway says so.
+CANCELLATION_CHECK_PERIOD_S = 0.100
 
 
 class OrchestratorModel:
@@ -42,6 +42,7 @@ class OrchestratorModel:
         # Reading an engine's stream blocks, so every live call has a thread.
         self._threads = ThreadPoolExecutor(tiers.limits.max_live_requests, thread_name_prefix="call")
         self._in_flight = 0
+        self._calls: dict[str, Call] = {}  # by request id, for who sends one
         self._lock = threading.Lock()
 
     def execute(self, requests: list[Any]) -> None:
@@ -57,6 +58,12 @@ class OrchestratorModel:
     def _start(self, request: Any) -> None:
         sender = Sender(request)
         sink = TritonSink(sender)
+        parameters, request_id = parameters_of(request), request.request_id()
+        if contracts.CANCEL_PARAMETER in parameters:
+            if call := self._calls.get(request_id):
+                call.cancel()
+            sender.send(None, final=True)
+            return
         with self._lock:
             room = self._limits.max_live_requests + self._limits.max_waiting_requests
             accepted = self._in_flight < room
@@ -65,15 +72,18 @@ class OrchestratorModel:
             sink.fail(OverloadedError(f"{room} requests are running or waiting, which is the limit; try again later"))
             return
         body = pb_utils.get_input_tensor_by_name(request, contracts.REQUEST.name).as_numpy()
-        call = Call(body.reshape(-1)[0], parameters_of(request), sink)
+        call = Call(body.reshape(-1)[0], parameters, sink)
         key = self._watcher.watch(sender.is_cancelled, call.cancel)
-        self._threads.submit(self._serve, call, key)
+        if request_id:
+            self._calls[request_id] = call
+        self._threads.submit(self._serve, call, key, request_id)
 
-    def _serve(self, call: Call, key: int) -> None:
+    def _serve(self, call: Call, key: int, request_id: str) -> None:
         try:
             self._pipeline.run(call)
         finally:
             self._watcher.unwatch(key)
+            self._calls.pop(request_id, None)
             with self._lock:
                 self._in_flight -= 1
 
