@@ -1,4 +1,4 @@
-"""The command line: `python -m perf overhead|streams|cancel`."""
+"""The command line: `python -m perf overhead|streams|stagger|cancel`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from perf.cancel import cancel
 from perf.errors import PerfError
 from perf.overhead import overhead
 from perf.report import publish
+from perf.stagger import stagger
 from perf.streams import streams
 
 
@@ -25,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         elif options.command == "streams":
             table, result = streams(options.artifacts, options.streams, options.rounds, options.tokens)
+        elif options.command == "stagger":
+            table, result = stagger(options.artifacts, options.rounds)
         else:
             table, result = cancel(options.artifacts, options.times, options.others)
         publish(table, result, options.json)
@@ -59,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--streams", type=_counts, default=[1, 8, 16, 32], help="such as 8,16")
     command.add_argument("--rounds", type=_count, default=3, help="rounds of each side")
     command.add_argument("--tokens", type=_count, default=64, help="tokens of each stream")
+    command = add("stagger", "first tokens of six streams that start 200 ms apart")
+    command.add_argument("--rounds", type=_count, default=9, help="rounds of six streams")
     command = add("cancel", "how soon the engine lets go when a client leaves")
     command.add_argument("--times", type=_count, default=30, help="clients that leave, alone and beside others each")
     command.add_argument("--others", type=_count, default=8, help="other streams")

@@ -23,6 +23,7 @@ FREE_PORTS = "--port 0 --triton-http-port 0 --triton-grpc-port 0 --triton-metric
 SMALLER = {
     "perf overhead": "--requests 3 --scripted-requests 3",
     "perf streams": "--streams 1,2 --rounds 1 --tokens 8",
+    "perf stagger": "--rounds 1",
     "perf cancel": "--times 2 --others 2",
 }
 PERF = [command for command in COMMANDS if " -m perf " in command]
@@ -55,7 +56,7 @@ def at_stack(cpu_stack: Stack) -> Callable[[str], str]:
 def test_no_command_is_left_out() -> None:
     # scripts/test is what runs this file.
     tested = ["scripts/demo", "scripts/test", "scripts/serve", "curl", "grpc_stream", "orchestrator chat"]
-    tested += ["scripts/stop", "-m build --target cpu", "perf overhead", "perf streams", "perf cancel"]
+    tested += ["scripts/stop", "-m build --target cpu", "perf overhead", "perf streams", "perf stagger", "perf cancel"]
     assert sorted(COMMANDS) == sorted(map(find, tested))
     assert len(PYTHON) == 1
 

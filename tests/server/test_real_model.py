@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import threading
@@ -113,29 +112,19 @@ def test_a_long_prompt_beyond_the_window_is_refused_with_counts(cpu_stack: Stack
 
 
 def test_six_staggered_streams(cpu_stack: Stack) -> None:
-    """The last one's first token comes within 1.5 times of the first one's, while all six run.
+    """Each gets its first token while the first one is still running. How soon is measured by `perf stagger`."""
 
-    Medians of three rounds: one round is at the mercy of where in a decode step a request arrives. No prompt has a
-    cached prefix, so all six cost the same.
-    """
-
-    def run(number: int, after_s: float = 0.0) -> tuple[float, float, float]:
+    def run(number: int, after_s: float) -> tuple[float, float]:
         time.sleep(after_s)
         started_s = time.monotonic()
         question = ask(f"{number} is my number. Tell me a story about it.")
-        answer = cpu_stack.stream(messages=question, ignore_eos=True, max_tokens=60)
-        return answer.came_s[0], started_s, time.monotonic()
+        answer = cpu_stack.stream(messages=question, ignore_eos=True, max_tokens=100)
+        return started_s + answer.came_s[0], time.monotonic()
 
-    run(1000)  # warm-up
-    rounds = []
     with ThreadPoolExecutor(6) as pool:
-        for first_number in (2000, 3000, 4000):
-            streams = [pool.submit(run, first_number + 111 * index, 0.2 * index) for index in range(6)]
-            first_s, started_s, ended_s = zip(*(stream.result() for stream in streams))
-            assert min(ended_s) > max(started_s) + first_s[-1], "they did not overlap"
-            rounds.append(first_s)
-    first_ms, *_, last_ms = (1000 * statistics.median(times_s) for times_s in zip(*rounds))
-    assert last_ms <= 1.5 * first_ms, [[round(1000 * time_s) for time_s in times_s] for times_s in rounds]
+        streams = [pool.submit(run, 2000 + 111 * index, 0.2 * index) for index in range(6)]
+        first_token_s, ended_s = zip(*(stream.result() for stream in streams))
+    assert max(first_token_s) < ended_s[0], "they did not overlap"
 
 
 def test_a_short_answer_does_not_wait_for_a_long_one(cpu_stack: Stack) -> None:
