@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai as genai
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from orchestrator.engines import Chunk, EngineRefusal, EngineRequest
 
@@ -46,6 +46,16 @@ class Settings(BaseModel):
     max_ngram_size: int = Field(default=3, gt=0)
     context_window: int = Field(gt=0)
     vocab_size: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _check_speculation(self) -> Settings:
+        # Tried on 2026.4 at temperature 0: with u8 the text differs from the one without speculation, with f32 not.
+        if self.speculation == "prompt_lookup" and self.kv_cache_precision != "f32":
+            raise ValueError(
+                f"speculation: 'prompt_lookup' with kv_cache_precision {self.kv_cache_precision!r} changes the text; "
+                "set kv_cache_precision to 'f32'"
+            )
+        return self
 
 
 class OpenVINOStepper:

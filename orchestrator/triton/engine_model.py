@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from pathlib import Path
@@ -59,7 +60,12 @@ class EngineModel:
             sender.send(Chunk([], finished=True))
             return
         parsed = parse_engine_request(request_id, tensors, exclude_input=self._exclude_input)
-        key = self._watcher.watch(sender.is_cancelled, lambda: self._engine.stop(parsed.request.request_id))
+
+        def leave() -> None:
+            with contextlib.suppress(EngineRefusal):  # a failed engine has ended the request already
+                self._engine.stop(parsed.request.request_id)
+
+        key = self._watcher.watch(sender.is_cancelled, leave)
         whole = [] if parsed.exclude_input else list(parsed.request.input_ids)
 
         def deliver(chunk: Chunk) -> None:
