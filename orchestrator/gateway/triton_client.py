@@ -69,9 +69,10 @@ class TritonClient:
             try:
                 call = call or self._stub.ModelStreamInfer()
                 await call.write(request)
-                while not is_end(response := await call.read()) and response is not aio.EOF:
+                while (response := await call.read()) is not aio.EOF and not is_end(response):
                     pass
-            except aio.AioRpcError:
+                call = None if response is aio.EOF else call
+            except (aio.AioRpcError, asyncio.InvalidStateError):  # the second: the stream had ended before the write
                 call = None
 
     async def find_not_ready(self, engines: Iterable[str]) -> list[str]:

@@ -19,8 +19,6 @@ from orchestrator.triton.cancellation import CancellationWatcher
 from orchestrator.triton.metrics import live_requests_gauge
 from orchestrator.triton.sender import Sender
 
-log = logging.getLogger("orchestrator.engine")
-
 # NVIDIA's parameter of this name and its default: how often a client that called the engine itself is checked.
 CANCELLATION_CHECK_PERIOD_S = 0.100
 

@@ -1,4 +1,4 @@
-"""Small translations between Triton's Python objects and ours, for both kinds of model."""
+"""Small translations between Triton's Python objects and ours."""
 
 from __future__ import annotations
 
