@@ -57,13 +57,12 @@ class Tier(Row):
 
 
 class Limits(Row):
-    """What one orchestrator instance takes on at once.
+    """What one orchestrator instance takes on at once: up to `max_live_requests`, further ones are refused.
 
-    `max_live_requests` is one thread each; `max_waiting_requests` more wait for a thread, further ones are refused.
+    An engine runs as many of them together as its batch holds, the others wait inside it.
     """
 
-    max_live_requests: Annotated[int, Field(gt=0, le=1024)] = 128
-    max_waiting_requests: Annotated[int, Field(ge=0)] = 128
+    max_live_requests: Annotated[int, Field(gt=0, le=4096)] = 256
 
 
 class Tiers(Row):

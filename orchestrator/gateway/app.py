@@ -27,8 +27,8 @@ def create_app(artifact: Path, triton_grpc_url: str) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with triton:
-            yield
+        yield
+        await triton.close()
 
     async def health(_: Request) -> JSONResponse:
         return JSONResponse({"status": "alive"})

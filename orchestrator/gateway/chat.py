@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 from starlette.types import Receive, Scope, Send
@@ -11,6 +12,9 @@ from orchestrator.contracts import FORWARDED_HEADERS
 from orchestrator.errors import ApiError, EngineError, InvalidRequestError, ShuttingDownError
 from orchestrator.gateway.triton_client import EventStream, TritonClient
 from orchestrator.request import MAX_REQUEST_BYTES, parse_request
+
+# How long the orchestrator gets to end a call that nobody waits for. It takes one decode step.
+CANCEL_TIMEOUT_S = 10.0
 
 _FORWARDED = {name.encode() for name in FORWARDED_HEADERS}
 _JSON = [(b"content-type", b"application/json")]
@@ -43,8 +47,7 @@ class ChatCompletions:
             return
         headers = [(name.decode(), value.decode("latin-1")) for name, value in scope["headers"] if name in _FORWARDED]
         events = self._triton.open(body, headers)
-        # The task itself is cancelled, not only the call: gRPC's write waits forever on a call cancelled too early.
-        leaving = asyncio.create_task(_cancel_when_client_leaves(receive, asyncio.current_task()))
+        leaving = asyncio.create_task(_cancel_when_client_leaves(receive, events, asyncio.current_task()))
         try:
             await (_relay_stream if stream else _relay_answer)(events, send)
         except asyncio.CancelledError:
@@ -52,17 +55,16 @@ class ChatCompletions:
                 raise
         finally:
             leaving.cancel()
-            events.cancel()
 
 
 async def _relay_answer(events: EventStream, send: Send) -> None:
     try:
-        answer = await events.read()
+        answer = None
+        async with contextlib.aclosing(events.read()) as reading:
+            async for event in reading:
+                answer = event
         if answer is None:
             raise EngineError("the orchestrator ended without an answer")
-        # Cancelling a call that is just ending leaks its request in Triton 2.51, which then cannot unload the model.
-        while await events.read() is not None:
-            pass
     except ApiError as error:
         await _send_json(send, error.status, json.dumps(error.body()).encode())
     else:
@@ -73,11 +75,12 @@ async def _relay_stream(events: EventStream, send: Send) -> None:
     """Headers wait for the first event, so that an error before it has its own status."""
     started = False
     try:
-        while (event := await events.read()) is not None:
-            if not started:
-                await send({"type": "http.response.start", "status": 200, "headers": _SSE})
-                started = True
-            await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True})
+        async with contextlib.aclosing(events.read()) as reading:
+            async for event in reading:
+                if not started:
+                    await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+                    started = True
+                await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True})
         last = b"data: [DONE]\n\n"
         if not started:
             raise EngineError("the orchestrator ended without an event")
@@ -96,9 +99,13 @@ async def _relay_stream(events: EventStream, send: Send) -> None:
     await send({"type": "http.response.body", "body": last})
 
 
-async def _cancel_when_client_leaves(receive: Receive, relay: asyncio.Task[None] | None) -> None:
+async def _cancel_when_client_leaves(receive: Receive, events: EventStream, relay: asyncio.Task[None] | None) -> None:
+    """Ends the generation, whose end then ends the relay; the relay itself only when Triton does not answer."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    with contextlib.suppress(ApiError):  # a broken stream ends the relay itself
+        await events.cancel()
+    await asyncio.sleep(CANCEL_TIMEOUT_S)
     if relay is not None:
         relay.cancel()
 

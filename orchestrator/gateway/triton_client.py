@@ -1,79 +1,40 @@
-"""The gateway's one shared gRPC channel to Triton."""
+"""The gateway's way to Triton: one shared gRPC channel, a stream a call."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import uuid
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from grpc import aio
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 
 from orchestrator import contracts
-from orchestrator.errors import EngineError, from_message
+from orchestrator.errors import CancelledError, EngineError, from_message
+from orchestrator.infer_streams import InferStream, InferStreams
 from orchestrator.wire import add_string, find_output, is_end, new_request, stop_request
 
 READY_TIMEOUT_S = 2.0
 
 
 class TritonClient:
-    """An async context manager; the channel is made inside the running event loop."""
+    """For one event loop; `close` it there."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
-        self._channel: aio.Channel | None = None
-        self._stub: Any = None
-        self._cancels: asyncio.Queue[Any] = asyncio.Queue()
-        self._idle: list[Any] = []  # open ModelStreamInfer calls that serve nobody
+        """`url` is host:port of Triton's gRPC service; nothing is sent before the first request."""
+        self._streams = InferStreams(url)
 
-    async def __aenter__(self) -> TritonClient:
-        self._channel = aio.insecure_channel(self._url)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._sender = asyncio.create_task(self._send_cancels())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._sender.cancel()
-        if self._channel is not None:
-            await self._channel.close()
+    async def close(self) -> None:
+        await self._streams.close()
 
     def open(self, body: bytes, headers: Iterable[tuple[str, str]]) -> EventStream:
-        """Start a chat completion with `body` (OpenAI's JSON); `headers` become request parameters."""
+        """A chat completion of `body` (OpenAI's JSON), to be read; `headers` become request parameters."""
         request = new_request(contracts.ORCHESTRATOR_MODEL, uuid.uuid4().hex)
         add_string(request, contracts.REQUEST, body)
         for name, value in headers:
             request.parameters[name].string_param = value
-        return EventStream(self, self._idle.pop() if self._idle else self._stub.ModelStreamInfer(), request)
-
-    def give_back(self, call: Any) -> None:
-        """A gRPC stream whose request ended serves another: opening one costs over a millisecond."""
-        self._idle.append(call)
-
-    def say_cancelled(self, request_id: str) -> None:
-        """Tell the orchestrator that nobody waits for this request any more.
-
-        Triton would let it find a cancelled stream only by polling. Said on a stream of its own, because the request's
-        stream is gone with its reader.
-        """
-        request = new_request(contracts.ORCHESTRATOR_MODEL, request_id)
-        add_string(request, contracts.REQUEST, b"")
-        request.parameters[contracts.CANCEL_PARAMETER].bool_param = True
-        self._cancels.put_nowait(request)
-
-    async def _send_cancels(self) -> None:
-        """One after the other for as long as the client lives; an unreachable Triton has nothing to cancel."""
-        call = None
-        while True:
-            request = await self._cancels.get()
-            try:
-                call = call or self._stub.ModelStreamInfer()
-                await call.write(request)
-                while (response := await call.read()) is not aio.EOF and not is_end(response):
-                    pass
-                call = None if response is aio.EOF else call
-            except (aio.AioRpcError, asyncio.InvalidStateError):  # the second: the stream had ended before the write
-                call = None
+        return EventStream(self._streams, request)
 
     async def find_not_ready(self, engines: Iterable[str]) -> list[str]:
         """What is not ready: "triton", "orchestrator", or names of `engines`; empty when all is.
@@ -81,12 +42,13 @@ class TritonClient:
         Triton calls a Python model ready whose engine failed or whose process died, so each engine is asked itself.
         """
         not_ready = []
+        stub = self._streams.stub
         try:
-            server = await self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=READY_TIMEOUT_S)
+            server = await stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=READY_TIMEOUT_S)
             if not server.ready:
                 not_ready.append("triton")
             request = service_pb2.ModelReadyRequest(name=contracts.ORCHESTRATOR_MODEL)
-            if not (await self._stub.ModelReady(request, timeout=READY_TIMEOUT_S)).ready:
+            if not (await stub.ModelReady(request, timeout=READY_TIMEOUT_S)).ready:
                 not_ready.append(contracts.ORCHESTRATOR_MODEL)
         except aio.AioRpcError:
             return ["triton"]
@@ -96,55 +58,61 @@ class TritonClient:
         """Whether an engine model answers a stop for a request that does not exist, as the contract says it must."""
         request = stop_request(engine, f"ready-{uuid.uuid4().hex}")
         try:
-            responses = self._stub.ModelStreamInfer(iter((request,)), timeout=READY_TIMEOUT_S)
+            responses = self._streams.stub.ModelStreamInfer(iter((request,)), timeout=READY_TIMEOUT_S)
             return not any([response.error_message async for response in responses])
         except aio.AioRpcError:
             return False
 
 
 class EventStream:
-    """The events of one call, in order. `cancel` ends the generation; it may be called at any time."""
+    """The events of one call, for one reader. `cancel` ends the generation; it may be called at any time."""
 
-    def __init__(self, client: TritonClient, call: Any, request: Any) -> None:
-        self._client = client
-        self._call = call
+    def __init__(self, streams: InferStreams, request: Any) -> None:
+        self._streams = streams
         self._request = request
-        self._is_started = False
-        self._is_ended = False
+        self._stream: InferStream | None = None
+        self._is_cancelled = False
 
-    def cancel(self) -> None:
-        if not self._is_ended:
-            self._is_ended = True
-            self._client.say_cancelled(self._request.id)
-            self._call.cancel()
-
-    async def read(self) -> bytes | None:
-        """The next event's JSON, or None after the last.
+    async def read(self) -> AsyncGenerator[bytes, None]:
+        """Each event's JSON.
 
         Raises the `ApiError` that the orchestrator sent, or `EngineError` when Triton itself failed.
         """
-        while not self._is_ended:
-            try:
-                if not self._is_started:
-                    self._is_started = True
-                    await self._call.write(self._request)
-                response = await self._call.read()
-            except aio.AioRpcError as error:
-                self._is_ended = True
-                raise EngineError(
-                    f"Triton cannot be reached or failed: {error.code().name}: {error.details()}"
-                ) from error
-            if response is aio.EOF:
-                self._is_ended = True
-                raise EngineError("Triton closed the stream")
-            if is_end(response):
-                self._is_ended = True
-                self._client.give_back(self._call)
-            if response.error_message:
-                if not self._is_ended:  # Triton itself refused the request, and marks no end
-                    self._is_ended = True
-                    self._call.cancel()
-                raise from_message(response.error_message)
-            if raw := find_output(response, contracts.EVENT):
-                return raw[4:]  # one STRING element: a length of 4 bytes, then the text
-        return None
+        self._raise_if_cancelled()
+        self._stream = stream = self._streams.borrow()
+        ended = False
+        try:
+            await stream.send(self._request)
+            while not ended:
+                response = await stream.receive()
+                self._raise_if_cancelled()
+                ended = is_end(response)
+                if response.error_message:
+                    ended = True
+                    raise from_message(response.error_message)
+                if raw := find_output(response, contracts.EVENT):
+                    yield raw[4:]  # one STRING element: a length of 4 bytes, then the text
+        finally:
+            if not ended and not self._is_cancelled:
+                with contextlib.suppress(EngineError):  # a stream that broke has nothing to cancel
+                    await self.cancel()
+            self._stream = None
+            await stream.drain()
+            await self._streams.give_back(stream)
+
+    async def cancel(self) -> None:
+        """Tell the orchestrator that nobody waits for the answer any more; `read` then ends with an error.
+
+        Said on the stream of the request, which goes on: Triton itself would let the orchestrator find a cancelled
+        stream only by polling.
+        """
+        self._is_cancelled = True
+        if self._stream is not None:
+            request = new_request(contracts.ORCHESTRATOR_MODEL, self._request.id)
+            add_string(request, contracts.REQUEST, b"")
+            request.parameters[contracts.CANCEL_PARAMETER].bool_param = True
+            await self._stream.send(request)
+
+    def _raise_if_cancelled(self) -> None:
+        if self._is_cancelled:
+            raise CancelledError("the caller left")

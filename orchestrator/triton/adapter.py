@@ -1,11 +1,12 @@
-"""The Triton model `orchestrator`: requests in, a thread a call, events out."""
+"""The Triton model `orchestrator`: requests in, a task a call, events out."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ CANCELLATION_CHECK_PERIOD_S = 0.100
 
 
 class OrchestratorModel:
-    """What the `orchestrator` model.py delegates to. Decoupled: `execute` returns at once."""
+    """What the `orchestrator` model.py delegates to. Decoupled: `execute` returns at once.
+
+    All calls live on one event loop in a thread of its own. Triton's thread only takes what it needs from the request,
+    the watcher's only asks for cancellation.
+    """
 
     def __init__(self, args: dict[str, str]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -38,54 +43,73 @@ class OrchestratorModel:
         self._watcher = CancellationWatcher(
             CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(contracts.ORCHESTRATOR_MODEL)
         )
-        self._limits = tiers.limits
-        # Reading an engine's stream blocks, so every live call has a thread.
-        self._threads = ThreadPoolExecutor(tiers.limits.max_live_requests, thread_name_prefix="call")
-        self._in_flight = 0
+        self._max_live_requests = tiers.limits.max_live_requests
+        self._num_live = 0
         self._calls: dict[str, Call] = {}  # by request id, for who sends one
-        self._lock = threading.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="calls", daemon=True)
+        self._thread.start()
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            self._start(request)
+            self._receive(request)
 
     def finalize(self) -> None:
         """Let live calls finish (Triton unloads a model when its requests are done)."""
-        self._threads.shutdown(wait=True)
+        asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
         self._watcher.close()
-        self._engines.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
-    def _start(self, request: Any) -> None:
+    def _receive(self, request: Any) -> None:
+        """On Triton's thread."""
         sender = Sender(request)
-        sink = TritonSink(sender)
         parameters, request_id = parameters_of(request), request.request_id()
         if contracts.CANCEL_PARAMETER in parameters:
-            if call := self._calls.get(request_id):
-                call.cancel()
+            self._loop.call_soon_threadsafe(self._cancel, request_id)
             sender.send(None, final=True)
             return
-        with self._lock:
-            room = self._limits.max_live_requests + self._limits.max_waiting_requests
-            accepted = self._in_flight < room
-            self._in_flight += accepted
-        if not accepted:
-            sink.fail(OverloadedError(f"{room} requests are running or waiting, which is the limit; try again later"))
-            return
         body = pb_utils.get_input_tensor_by_name(request, contracts.REQUEST.name).as_numpy()
-        call = Call(body.reshape(-1)[0], parameters, sink)
-        key = self._watcher.watch(sender.is_cancelled, call.cancel)
+        call = Call(body.reshape(-1)[0], parameters, TritonSink(sender))
+        self._loop.call_soon_threadsafe(self._start, call, sender, request_id)
+
+    def _start(self, call: Call, sender: Sender, request_id: str) -> None:
+        if self._num_live >= self._max_live_requests:
+            text = f"{self._max_live_requests} requests are running, which is the limit; try again later"
+            call.sink.fail(OverloadedError(text))
+            return
+        self._num_live += 1
+        self._spawn(self._serve(call, sender, request_id))
+
+    def _cancel(self, request_id: str) -> None:
+        if call := self._calls.get(request_id):
+            self._spawn(call.cancel())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, call: Call, sender: Sender, request_id: str) -> None:
+        def leave() -> None:  # on the watcher's thread
+            self._loop.call_soon_threadsafe(lambda: self._spawn(call.cancel()))
+
+        key = self._watcher.watch(sender.is_cancelled, leave)
         if request_id:
             self._calls[request_id] = call
-        self._threads.submit(self._serve, call, key, request_id)
-
-    def _serve(self, call: Call, key: int, request_id: str) -> None:
         try:
-            self._pipeline.run(call)
+            await self._pipeline.run(call)
         finally:
             self._watcher.unwatch(key)
             self._calls.pop(request_id, None)
-            with self._lock:
-                self._in_flight -= 1
+            self._num_live -= 1
+
+    async def _finish(self) -> None:
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._engines.close()
 
 
 class TritonSink:

@@ -99,31 +99,14 @@ def test_in_the_midst_of_an_upload(scripted_stack: Stack) -> None:
     assert "Traceback" not in scripted_stack.log("gateway")
 
 
-def test_while_waiting_for_a_thread(scripted_stack: Stack) -> None:
-    """The orchestrator runs 128 at once; whoever leaves while waiting never reaches the engine."""
-    busy = [scripted_stack.send(**LONG, stream=True) for _ in range(128)]
-    try:
-        wait_until_running(scripted_stack, 128)
-        since = scripted_stack.log_length()
-        with scripted_stack.send(messages=script(text="waiting"), stream=True):
-            wait_for(lambda: scripted_stack.num_live("orchestrator") == 129)
-        wait_for(lambda: scripted_stack.logged("caller_left", since))
-    finally:
-        for connection in busy:
-            connection.close()
-    scripted_stack.wait_until_idle(20)
-    never_ran = [line for line in scripted_stack.logged("request", since) if "tier" not in line]
-    assert [line["outcome"] for line in never_ran] == ["cancelled"]
-
-
-def test_beyond_the_limit_of_waiting_requests_is_refused(scripted_stack: Stack) -> None:
+def test_beyond_the_limit_of_live_requests_is_refused(scripted_stack: Stack) -> None:
     busy = [scripted_stack.send(**LONG, stream=True) for _ in range(256)]
     try:
         wait_for(lambda: scripted_stack.num_live("orchestrator") == 256)
         response = scripted_stack.post(messages=script(text="one too many"))
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "overloaded"
-        assert "256 requests are running or waiting, which is the limit" in response.text
+        assert "256 requests are running, which is the limit" in response.text
     finally:
         for connection in busy:
             connection.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import threading
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from orchestrator.engines import Chunk, EngineRequest, Stepper
@@ -19,26 +19,26 @@ class InProcessEngines:
         self.requests: list[EngineRequest] = []
         self.stopped: list[str] = []
 
-    def stream(self, model: str, request: EngineRequest) -> Generator[list[int], None, None]:
+    async def stream(self, model: str, request: EngineRequest) -> AsyncGenerator[list[int], None]:
         self.requests.append(request)
         chunks = self._run(request)
         try:
-            for chunk in chunks:
+            async for chunk in chunks:
                 if chunk.token_ids:
                     yield chunk.token_ids
                 if chunk.error is not None:
                     raise EngineError(chunk.error)
         except GeneratorExit:
-            self.stop(model, request.request_id)
+            await self.stop(model, request.request_id)
             raise
         finally:
-            for _ in chunks:  # until the engine let go
+            async for _ in chunks:  # until the engine let go
                 pass
 
-    def stop(self, model: str, request_id: str) -> None:
+    async def stop(self, model: str, request_id: str) -> None:
         self.stopped.append(request_id)
 
-    def _run(self, request: EngineRequest) -> Generator[Chunk, None, None]:
+    async def _run(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         stepper = self._make_stepper()
         try:
             stepper.add(request)
@@ -46,7 +46,8 @@ class InProcessEngines:
                 if request.request_id in self.stopped:
                     stepper.stop(request.request_id)
                     return
-                yield from stepper.step().values()
+                for chunk in (await asyncio.to_thread(stepper.step)).values():
+                    yield chunk
         except Exception as error:
             yield Chunk([], finished=True, error=str(error))
 
@@ -58,13 +59,11 @@ class RecordingSink:
         self.events: list[dict[str, Any]] = []
         self.error: ApiError | None = None
         self.num_ends = 0
-        self.first_event = threading.Event()
 
     def send(self, event: str, *, final: bool) -> None:
         assert self.num_ends == 0, "an event after the end"
         self.events.append(json.loads(event))
         self.num_ends += final
-        self.first_event.set()
 
     def fail(self, error: ApiError) -> None:
         assert self.num_ends == 0, "an error after the end"

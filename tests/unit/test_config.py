@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
 def test_defaults(file: Path) -> None:
     file.write_text(TIER)
     tiers = load_tiers(file)
-    assert tiers.limits == Limits(max_live_requests=128, max_waiting_requests=128)
+    assert tiers.limits == Limits(max_live_requests=256)
     generation = tiers.tier[0].generation
     assert (generation.max_output_tokens, generation.temperature, generation.top_p) == (256, 1.0, 1.0)
 

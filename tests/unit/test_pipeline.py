@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +61,7 @@ def body(script: dict[str, Any] | None = None, **fields: Any) -> bytes:
 
 def run(pipeline: Pipeline, body: bytes) -> RecordingSink:
     sink = RecordingSink()
-    pipeline.run(Call(body, {}, sink))
+    asyncio.run(pipeline.run(Call(body, {}, sink)))
     assert sink.num_ends == 1
     return sink
 
@@ -214,7 +214,7 @@ def test_a_fault_of_ours_says_little_and_stops_the_engine(
 
     sink = BrokenSink()
     started_s = time.monotonic()
-    pipeline.run(Call(body({"text": "x " * 500, "itl_ms": 20}, stream=True), {}, sink))
+    asyncio.run(pipeline.run(Call(body({"text": "x " * 500, "itl_ms": 20}, stream=True), {}, sink)))
     assert sink.num_ends == 1
     assert isinstance(sink.error, InternalError)
     assert sink.error.message == "the orchestrator failed: RuntimeError"
@@ -227,17 +227,19 @@ def test_a_fault_of_ours_says_little_and_stops_the_engine(
 
 
 def cancel_when(pipeline: Pipeline, request_body: bytes, ready: Callable[[RecordingSink], object]) -> RecordingSink:
-    """Run a call in a thread, cancel it when `ready` returns, and wait for its end."""
+    """Start a call, cancel it when `ready` says so, and wait for its end."""
     sink = RecordingSink()
     call = Call(request_body, {}, sink)
-    thread = threading.Thread(target=pipeline.run, args=(call,))
-    thread.start()
-    ready(sink)
-    deadline_s = time.monotonic() + 5
-    while thread.is_alive() and time.monotonic() < deadline_s:
-        call.cancel()  # repeated, as the watcher does
-        thread.join(0.01)
-    assert not thread.is_alive()
+
+    async def cancel() -> None:
+        running = asyncio.create_task(pipeline.run(call))
+        while not ready(sink):
+            await asyncio.sleep(0.001)
+        for _ in range(3):  # repeated, as the watcher does
+            await call.cancel()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(cancel())
     assert sink.num_ends == 1
     return sink
 
@@ -245,20 +247,16 @@ def cancel_when(pipeline: Pipeline, request_body: bytes, ready: Callable[[Record
 def test_cancelled_before_it_began(pipeline: Pipeline, engines: InProcessEngines) -> None:
     sink = RecordingSink()
     call = Call(body({"text": "x"}), {}, sink)
-    call.cancel()
-    pipeline.run(call)
+    asyncio.run(call.cancel())
+    asyncio.run(pipeline.run(call))
     assert isinstance(sink.error, CancelledError)
     assert (sink.events, engines.requests) == ([], [])
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_cancelled_in_prefill(pipeline: Pipeline, engines: InProcessEngines, stream: bool) -> None:
-    def until_started(_: RecordingSink) -> None:
-        while not engines.requests:
-            time.sleep(0.001)
-
     started_s = time.monotonic()
-    sink = cancel_when(pipeline, body({"text": "x", "first_token_ms": 5000}, stream=stream), until_started)
+    sink = cancel_when(pipeline, body({"text": "x", "first_token_ms": 5000}, stream=stream), lambda _: engines.requests)
     assert time.monotonic() - started_s < 2
     assert isinstance(sink.error, CancelledError)
     assert set(engines.stopped) == {engines.requests[0].request_id}
@@ -269,7 +267,7 @@ def test_cancelled_while_it_streams(
 ) -> None:
     request_body = body({"text": "x " * 1000, "itl_ms": 5}, stream=True, max_tokens=1000)
     with caplog.at_level(logging.INFO, "orchestrator.requests"):
-        sink = cancel_when(pipeline, request_body, lambda sink: sink.first_event.wait(5))
+        sink = cancel_when(pipeline, request_body, lambda sink: sink.events)
     assert isinstance(sink.error, CancelledError)
     assert sink.finish_reasons == []
     settled = json.loads(caplog.messages[-1])
@@ -280,8 +278,8 @@ def test_cancelled_while_it_streams(
 def test_cancelled_after_its_end_is_nothing(pipeline: Pipeline, engines: InProcessEngines) -> None:
     sink = RecordingSink()
     call = Call(body({"text": "x"}), {}, sink)
-    pipeline.run(call)
-    call.cancel()
+    asyncio.run(pipeline.run(call))
+    asyncio.run(call.cancel())
     assert sink.num_ends == 1
     assert sink.error is None
     assert engines.stopped == []

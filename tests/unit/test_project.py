@@ -86,7 +86,7 @@ def test_the_wheel_holds_orchestrator_alone(tmp_path: Path) -> None:
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("contracts", "errors"),
     ("config", "wire"),
-    ("streaming", "cache", "routing"),
+    ("streaming", "infer_streams", "cache", "routing"),
     ("request", "engines", "limits", "quality"),
     ("pipeline",),
     ("triton", "gateway", "chat"),

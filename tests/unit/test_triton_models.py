@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -281,11 +282,10 @@ class BlockingPipeline:
 
     def __init__(self, *_: object) -> None:
         self.go = threading.Event()
-        self.bodies: list[bytes] = []
 
-    def run(self, call: Any) -> None:
-        self.bodies.append(call.body)
-        self.go.wait(TIMEOUT_S)
+    async def run(self, call: Any) -> None:
+        while not self.go.is_set():
+            await asyncio.sleep(0.001)
         call.sink.send('{"n":1}', final=False)
         call.sink.send('{"n":2}', final=True)
 
@@ -295,7 +295,7 @@ def test_beyond_the_limits_a_call_is_refused_and_then_there_is_room_again(
 ) -> None:
     tier = TIER.model_dump_json(exclude={"generation"})
     rows = "".join(f"{key} = {json.dumps(value)}\n" for key, value in json.loads(tier).items())
-    limits = "[limits]\nmax_live_requests = 2\nmax_waiting_requests = 1\n"
+    limits = "[limits]\nmax_live_requests = 3\n"
     (tmp_path / "tiers.toml").write_text(f"[[tier]]\n{rows}generation = {{ max_output_tokens = 4 }}\n{limits}")
     monkeypatch.setattr(adapter, "Pipeline", BlockingPipeline)
     model = adapter.OrchestratorModel({"model_repository": str(tmp_path / "model_repository" / "orchestrator")})
@@ -308,10 +308,11 @@ def test_beyond_the_limits_a_call_is_refused_and_then_there_is_room_again(
         return asked
 
     calls = [call() for _ in range(4)]
+    until(lambda: bool(calls[3].sender.sent))
     ((response, is_final),) = calls[3].sender.sent
     assert is_final
     assert json.loads(response.error().message())["error"]["message"] == (
-        "3 requests are running or waiting, which is the limit; try again later"
+        "3 requests are running, which is the limit; try again later"
     )
     pipeline.go.set()
     for asked in calls[:3]:
@@ -319,7 +320,7 @@ def test_beyond_the_limits_a_call_is_refused_and_then_there_is_room_again(
         events = [response.output_tensors()[0].as_numpy()[0] for response, _ in asked.sender.sent]
         assert events == [b'{"n":1}', b'{"n":2}']
         assert [is_final for _, is_final in asked.sender.sent] == [False, True]
-    until(lambda: model._in_flight == 0)
+    until(lambda: model._num_live == 0)
     again = call()
     until(lambda: len(again.sender.sent) == 2)
     model.finalize()
