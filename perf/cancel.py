@@ -106,7 +106,7 @@ def leave(url: str, log: EventLog, number: int) -> Leave:
         while connection.num_text_events() < _EVENTS_BEFORE_LEAVING:
             if connection.receive():
                 raise PerfError("the answer was over before its client could leave")
-    closed_s = time.monotonic()
+        closed_s = time.monotonic()  # before, because it can be seen before `close` returns
     seen = log.wait_for(
         lambda event: event["event"] == "caller_left" and event["monotonic_s"] >= closed_s, "caller_left"
     )
