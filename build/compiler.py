@@ -102,7 +102,9 @@ def _compile(
                 step.run(job)
     with progress("tiers"):
         tiers = root / "tiers.toml"
-        tiers.write_text(to_toml(make_tiers(target, models).model_dump(mode="json")).lstrip(), encoding="utf-8")
+        tiers.write_text(
+            to_toml(make_tiers(target, models).model_dump(mode="json", exclude_none=True)).lstrip(), encoding="utf-8"
+        )
         load_tiers(tiers)
 
 

@@ -69,6 +69,7 @@ def _tier(row: TierRow, model: ModelRow) -> Tier:
         context_window=model.architecture.context_window,
         end_id=model.token_ids.end,
         pad_id=model.token_ids.pad,
+        tool_parser=row.tool_parser or model.tool_parser,
         input_price_per_million_tokens=row.input_price_per_million_tokens,
         output_price_per_million_tokens=row.output_price_per_million_tokens,
         generation=row.generation,

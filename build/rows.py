@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from build.errors import BuildError
-from orchestrator.config import Generation, Limits, Row, read_toml
+from orchestrator.config import Generation, Limits, Row, ToolFormat, read_toml
 from orchestrator.contracts import ORCHESTRATOR_MODEL
 
 HERE = Path(__file__).parent
@@ -65,13 +65,14 @@ class PackagedFile(Row):
 
 
 class ModelRow(Row):
-    """One language model: `models/<name>.toml`."""
+    """One language model: `models/<name>.toml`. `tool_parser` is the format in which it calls tools, if it does."""
 
     name: Name
     licence: str
     architecture: Architecture
     token_ids: TokenIds
     gguf: PackagedFile
+    tool_parser: ToolFormat | None = None
 
 
 # --- targets -----------------------------------------------------------------------------------------------
@@ -126,12 +127,16 @@ class TritonModel(Row):
 
 
 class TierRow(Row):
-    """A tier as a target offers it; prices are US dollars for a million tokens."""
+    """A tier as a target offers it; prices are US dollars for a million tokens.
+
+    `tool_parser` stands for the model's own where an engine plays several models, as the scripted one does.
+    """
 
     name: Name
     model: TritonName
     input_price_per_million_tokens: Price
     output_price_per_million_tokens: Price
+    tool_parser: ToolFormat | None = None
     generation: Generation
 
 

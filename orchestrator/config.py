@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,6 +16,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+# How a model writes a tool call; `orchestrator.streaming.tool_calls` reads them.
+ToolFormat = Literal["hermes", "llama3"]
 
 ModelT = TypeVar("ModelT", bound="Row")
 
@@ -42,7 +45,8 @@ class Tier(Row):
     """One tier: where a request of some complexity goes, and on what terms.
 
     `tokenizer` is a folder relative to tiers.toml with tokenizer.json and chat_template.jinja.
-    `context_window` counts tokens of prompt and answer together. Prices are in US dollars.
+    `context_window` counts tokens of prompt and answer together. `tool_parser` is the format in which the model calls
+    tools; a model without one takes none. Prices are in US dollars.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
@@ -51,6 +55,7 @@ class Tier(Row):
     context_window: Annotated[int, Field(gt=0)]
     end_id: Annotated[int, Field(ge=0)]
     pad_id: Annotated[int, Field(ge=0)]
+    tool_parser: ToolFormat | None = None
     input_price_per_million_tokens: Annotated[float, Field(ge=0)]
     output_price_per_million_tokens: Annotated[float, Field(ge=0)]
     generation: Generation

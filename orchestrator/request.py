@@ -1,12 +1,15 @@
-"""The request a caller sends: OpenAI's chat completion, plus the sampling extras that load tools send.
+"""The request a caller sends: OpenAI's chat completion or completion, plus the extras that load tools send.
 
 Whatever is not a field here is refused with its name, never ignored.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import contextlib
+import json
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
+import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from orchestrator.errors import InvalidRequestError
@@ -14,10 +17,26 @@ from orchestrator.errors import InvalidRequestError
 # One request's JSON on every way in. Checked before parsing.
 MAX_REQUEST_BYTES = 1 << 20
 MAX_STOPS = 16
+MAX_CHOICES = 8
+MAX_TOOLS = 128  # OpenAI's limit
+# Grammars cost time and memory to compile, out of proportion to their length.
+MAX_SCHEMA_BYTES = 16 << 10
+MAX_REGEX_BYTES = 1 << 10
+
+
+class Guide(NamedTuple):
+    """What the answer's text must match: NVIDIA's guide type and guide, and the field that asked for it."""
+
+    type: Literal["json", "json_schema", "regex"]
+    text: str | None
+    param: str
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+# --- messages and tools --------------------------------------------------------------------------------------
 
 
 class TextPart(_Strict):
@@ -25,29 +44,100 @@ class TextPart(_Strict):
     text: str
 
 
+class FunctionCall(_Strict):
+    """`arguments` is a JSON object as text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Strict):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class Message(_Strict):
-    role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
+    """`content` may be null only beside `tool_calls`; `tool_call_id` belongs to the role "tool"."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
 
     def text(self) -> str:
         """The content as one string; parts are joined as they are."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
+
+class Function(_Strict):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Strict):
+    name: str
+
+
+class ToolChoice(_Strict):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+# --- what the answer must look like --------------------------------------------------------------------------
+
+
+class TextFormat(_Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchema(_Strict):
+    """OpenAI's `schema` field; `strict` is accepted because guided decoding is always strict."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(_Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+# --- requests ------------------------------------------------------------------------------------------------
 
 
 class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class ChatRequest(_Strict):
-    """One `/v1/chat/completions` body. Ranges are OpenAI's; `top_k` of 0 means all tokens."""
+class GenerationRequest(_Strict):
+    """What both kinds of request share. Ranges are OpenAI's; `top_k` of 0 means all tokens."""
 
     model: str = "auto"
-    messages: Annotated[list[Message], Field(min_length=1)]
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -58,7 +148,8 @@ class ChatRequest(_Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool = False
-    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    guided_regex: Annotated[str, Field(min_length=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     user: str | None = None
 
     @field_validator("stop")
@@ -71,9 +162,53 @@ class ChatRequest(_Strict):
             raise ValueError("a stop string must not be empty")
         return stop
 
+    @field_validator("guided_regex")
+    @classmethod
+    def _check_regex(cls, regex: str | None) -> str | None:
+        if regex is not None and len(regex.encode()) > MAX_REGEX_BYTES:
+            raise ValueError(f"{len(regex.encode())} bytes; at most {MAX_REGEX_BYTES} are allowed")
+        return regex
+
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def output_limit(self) -> int | None:
+        """The caller's limit in tokens."""
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_log_probs(self) -> bool:
+        """Whether the answer carries the log probability of each of its tokens."""
+        return False
+
+    @property
+    def guide(self) -> Guide | None:
+        """What the text must match."""
+        return None if self.guided_regex is None else Guide("regex", self.guided_regex, "guided_regex")
+
+
+class ChatRequest(GenerationRequest):
+    """One `/v1/chat/completions` body."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    # The engines' contract carries the log probability of the chosen token alone.
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def output_limit(self) -> int | None:
@@ -81,28 +216,146 @@ class ChatRequest(_Strict):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def wants_log_probs(self) -> bool:
+        return bool(self.logprobs)
+
+    @property
+    def guide(self) -> Guide | None:
+        """`response_format`'s or `guided_regex`; a forced tool call's is the tool parser's matter."""
+        if isinstance(self.response_format, JsonObjectFormat):
+            return Guide("json", None, "response_format")
+        if isinstance(self.response_format, JsonSchemaFormat):
+            schema = self.response_format.json_schema.schema_
+            return Guide("json_schema", json.dumps(schema, ensure_ascii=False), "response_format")
+        return super().guide
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a tool call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
 
-def parse_request(body: bytes) -> ChatRequest:
-    """The request in `body`; raises `InvalidRequestError` naming the field, what is allowed and what came."""
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class CompletionRequest(GenerationRequest):
+    """One `/v1/completions` body. `prompt` is text or token ids; it reaches the model without a chat template."""
+
+    prompt: str | list[Annotated[int, Field(ge=0, lt=2**31)]]
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _check_prompt(cls, prompt: Any) -> Any:
+        if not isinstance(prompt, (str, list)) or (isinstance(prompt, list) and not all(map(_is_int, prompt))):
+            raise ValueError("must be one text or one list of token ids; send each of several prompts by itself")
+        return prompt
+
+    @property
+    def wants_log_probs(self) -> bool:
+        return self.logprobs is not None
+
+
+Request: TypeAlias = ChatRequest | CompletionRequest
+Kind = Literal["chat", "completion"]
+
+
+def parse_request(body: bytes, kind: Kind | None = None) -> Request:
+    """The request in `body`, of the `kind` that its endpoint takes; without one, what has a `prompt` is a completion.
+
+    Raises `InvalidRequestError` naming the field, what is allowed and what came.
+    """
     if len(body) > MAX_REQUEST_BYTES:
         raise InvalidRequestError(f"the request has {len(body)} bytes; at most {MAX_REQUEST_BYTES} are allowed")
     try:
-        request = ChatRequest.model_validate_json(body)
+        if (kind or _guess_kind(body)) == "completion":
+            return _checked_completion(CompletionRequest.model_validate_json(body))
+        return _checked_chat(ChatRequest.model_validate_json(body))
     except ValidationError as error:
         raise _explain(error) from error
-    for index, message in enumerate(request.messages):
-        if message.role == "user" and not message.text():
-            param = f"messages[{index}].content"
-            raise InvalidRequestError(f"{param}: must not be empty", param=param)
+
+
+def _guess_kind(body: bytes) -> Kind:
+    if b'"prompt"' in body:  # else it need not be parsed twice
+        with contextlib.suppress(ValueError):
+            fields = pydantic_core.from_json(body)
+            if isinstance(fields, dict) and "prompt" in fields:
+                return "completion"
+    return "chat"
+
+
+def _checked_completion(request: CompletionRequest) -> CompletionRequest:
+    if not request.prompt:
+        raise InvalidRequestError("prompt: must not be empty", param="prompt")
     return request
+
+
+def _checked_chat(request: ChatRequest) -> ChatRequest:
+    """What no single field can tell."""
+    for index, message in enumerate(request.messages):
+        _check_message(f"messages[{index}]", message)
+    guide = request.guide
+    if guide is not None and len((guide.text or "").encode()) > MAX_SCHEMA_BYTES:
+        raise InvalidRequestError(
+            f"response_format.json_schema.schema: {len((guide.text or '').encode())} bytes; "
+            f"at most {MAX_SCHEMA_BYTES} are allowed",
+            param="response_format.json_schema.schema",
+        )
+    if guide is not None and guide.param == "response_format" and request.guided_regex is not None:
+        raise InvalidRequestError("guided_regex: cannot be combined with response_format", param="guided_regex")
+    if request.tool_choice not in (None, "none") and not request.tools:
+        raise InvalidRequestError("tool_choice: there are no tools to choose from; send tools", param="tool_choice")
+    if isinstance(request.tool_choice, ToolChoice):
+        name, names = request.tool_choice.function.name, [tool.function.name for tool in request.tools or []]
+        if name not in names:
+            raise InvalidRequestError(
+                f"tool_choice.function.name: {name!r} is not among tools; one of {', '.join(names)}",
+                param="tool_choice.function.name",
+            )
+    if request.offered_tools and request.logprobs:
+        raise InvalidRequestError("logprobs: cannot be combined with tools", param="logprobs")
+    if request.offered_tools and guide is not None:
+        raise InvalidRequestError(f"{guide.param}: cannot be combined with tools", param=guide.param)
+    return request
+
+
+def _check_message(path: str, message: Message) -> None:
+    def refuse(field: str, text: str) -> InvalidRequestError:
+        return InvalidRequestError(f"{path}.{field}: {text}", param=f"{path}.{field}")
+
+    if message.tool_calls is not None and message.role != "assistant":
+        raise refuse("tool_calls", f"only the assistant calls tools, not the role {message.role!r}")
+    if (message.tool_call_id is not None) != (message.role == "tool"):
+        raise refuse("tool_call_id", "required for the role 'tool', and for no other")
+    if message.content is None and message.tool_calls is None:
+        if "content" in message.model_fields_set:
+            raise refuse("content", "must be a text or a list of text parts (got null)")
+        raise refuse("content", "required")
+    if message.role == "user" and not message.text():
+        raise refuse("content", "must not be empty")
+    for number, call in enumerate(message.tool_calls or []):
+        field = f"tool_calls[{number}].function.arguments"
+        try:
+            arguments = json.loads(call.function.arguments)
+        except (ValueError, RecursionError) as error:
+            raise refuse(field, f"must be JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise refuse(field, f"must be a JSON object (got {_shorten(arguments)})")
 
 
 def _explain(error: ValidationError) -> InvalidRequestError:
     """The first fault in a caller's words."""
-    fault = error.errors(include_url=False, include_context=False)[0]
+    faults = error.errors(include_url=False, include_context=False)
+    # Of the branches of a union, the one that got furthest is what the caller meant.
+    fault = max((each for each in faults if each["loc"][:1] == faults[0]["loc"][:1]), key=lambda each: len(each["loc"]))
     param = _path(fault["loc"])
     if fault["type"] == "json_invalid":
         return InvalidRequestError(f"the request is not JSON: {fault['msg']}")
@@ -114,18 +367,21 @@ def _explain(error: ValidationError) -> InvalidRequestError:
     return InvalidRequestError(f"{where}: {fault['msg']} (got {_shorten(fault['input'])})", param=param or None)
 
 
-# What pydantic puts into a place for the branch of a union it tried.
-_UNION_TAGS = {"str", "list[str]", "list[TextPart]"}
+# Fields that may be of several types: pydantic puts the name of the one it tried behind them.
+_UNIONS = {"content", "prompt", "response_format", "stop", "tool_choice"}
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """OpenAI's way to write a place: ``messages[0].content``; pydantic's union tags are left out."""
+    """OpenAI's way to write a place: ``messages[0].content``; the names of union branches are left out."""
     path = ""
+    before: int | str | None = None
     for part in loc:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in _UNION_TAGS:
+        elif before not in _UNIONS:
             path += f".{part}" if path else part
+        # A branch may be called like a union itself.
+        before = part if before not in _UNIONS else None
     return path
 
 

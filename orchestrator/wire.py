@@ -32,9 +32,9 @@ def add_row(request: Any, spec: TensorSpec, *values: Any) -> None:
     request.raw_input_contents.append(row.tobytes())
 
 
-def add_string(request: Any, spec: TensorSpec, value: bytes) -> None:
-    """Add the STRING tensor `spec` of shape [1]."""
-    request.inputs.add(name=spec.name, datatype="BYTES", shape=[1])
+def add_string(request: Any, spec: TensorSpec, value: bytes, shape: tuple[int, ...] = (1,)) -> None:
+    """Add the STRING tensor `spec`, one element of `shape`."""
+    request.inputs.add(name=spec.name, datatype="BYTES", shape=shape)
     request.raw_input_contents.append(struct.pack("<I", len(value)) + value)
 
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from orchestrator.config import load_tiers
-from orchestrator.gateway.chat import ChatCompletions
+from orchestrator.gateway.chat import Completions
 from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.pipeline import AUTO
 
@@ -47,7 +47,8 @@ def create_app(artifact: Path, triton_grpc_url: str) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", ChatCompletions(triton), methods=["POST"]),
+            Route("/v1/chat/completions", Completions(triton, "chat"), methods=["POST"]),
+            Route("/v1/completions", Completions(triton, "completion"), methods=["POST"]),
             Route("/v1/models", models),
             Route("/health", health),
             Route("/ready", ready),

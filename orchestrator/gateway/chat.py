@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: relays the orchestrator's events as server-sent events, or the one answer as JSON."""
+"""`/v1/chat/completions` and `/v1/completions`: relays the orchestrator's events as server-sent events or one JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from orchestrator.contracts import FORWARDED_HEADERS
 from orchestrator.errors import ApiError, EngineError, InvalidRequestError, ShuttingDownError
 from orchestrator.gateway.triton_client import EventStream, TritonClient
-from orchestrator.request import MAX_REQUEST_BYTES, parse_request
+from orchestrator.request import MAX_REQUEST_BYTES, Kind, parse_request
 
 # How long the orchestrator gets to end a call that nobody waits for. It takes one decode step.
 CANCEL_TIMEOUT_S = 10.0
@@ -30,16 +30,17 @@ class ClientLeft(Exception):
     """The HTTP client is gone; nobody reads what we would send."""
 
 
-class ChatCompletions:
+class Completions:
     """An ASGI endpoint. A client that leaves ends the generation, streamed or not, before or after the first token."""
 
-    def __init__(self, triton: TritonClient) -> None:
+    def __init__(self, triton: TritonClient, kind: Kind) -> None:
         self._triton = triton
+        self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = await _read_body(receive)
-            stream = parse_request(body).stream
+            stream = parse_request(body, self._kind).stream
         except ClientLeft:
             return
         except ApiError as error:

@@ -27,7 +27,7 @@ class StopStrings:
             _, start, self.matched = min(found)
             self._held = ""
             return text[:start]
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(overlap(text, stop) for stop in self._stops)
         cut = len(text) - keep
         self._held = text[cut:]
         return text[:cut]
@@ -38,7 +38,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest proper beginning of `stop` that `text` ends with."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -14,42 +15,55 @@ from tokenizers.decoders import DecodeStream
 
 from orchestrator.errors import InvalidRequestError
 
-REPLACEMENT = "\ufffd"
-
 
 class ChatTokenizer:
     """A model's tokenizer.json and chat_template.jinja.
 
-    The template runs as Hugging Face runs it: sandboxed, with `trim_blocks` and `lstrip_blocks`, and with the
-    globals `raise_exception` and `strftime_now` that published templates call.
+    The template runs as Hugging Face runs it: sandboxed, with `trim_blocks` and `lstrip_blocks`, loop controls, plain
+    JSON from `tojson`, the globals `raise_exception` and `strftime_now` that published templates call, and the
+    tokenizer's `special_tokens` (`bos_token` and others) by name.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str, special_tokens: Mapping[str, str] | None = None) -> None:
         self._tokenizer = tokenizer
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now(timezone.utc).strftime(form)
+        environment.globals.update(special_tokens or {})
         self._template = environment.from_string(template)
 
     @classmethod
     def load(cls, folder: Path) -> ChatTokenizer:
         """Read `folder`; raises `OSError` when a file is missing."""
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        return cls(Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes()), template)
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        special_tokens = {
+            name: _content(token) for name, token in settings.items() if name.endswith("_token") and token
+        }
+        return cls(Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes()), template, special_tokens)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` as it is."""
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return token_ids
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Prompt token ids for `messages`, ending where the assistant's answer begins.
 
         Raises `InvalidRequestError` when the model's template refuses the messages.
         """
         try:
-            prompt = self._template.render(messages=messages, add_generation_prompt=True)
+            prompt = self._template.render(messages=messages, tools=tools, add_generation_prompt=True)
         except TemplateError as error:
             raise InvalidRequestError(
                 f"messages: the model's chat template refuses them: {error}", param="messages"
             ) from error
-        token_ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
-        return token_ids
+        return self.encode(prompt)
 
     def decode_stream(self) -> Detokenizer:
         """A fresh incremental decoder for one answer."""
@@ -73,6 +87,21 @@ class Detokenizer:
         for token_id in token_ids:
             text += self._stream.step(self._tokenizer, token_id) or ""
         return text
+
+    def name(self, token_id: int) -> str:
+        """One token by itself as text; part of a character is U+FFFD."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    """A special token's text; Hugging Face writes it alone or as an object."""
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # Jinja's own escapes for HTML.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise_exception(message: str) -> None:

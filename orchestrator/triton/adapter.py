@@ -14,9 +14,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from orchestrator import contracts
+from orchestrator.call import Call
 from orchestrator.config import load_tiers
 from orchestrator.errors import ApiError, OverloadedError
-from orchestrator.pipeline import Call, Pipeline
+from orchestrator.pipeline import Pipeline
 from orchestrator.triton.cancellation import CancellationWatcher
 from orchestrator.triton.engine_client import GrpcEngineClient
 from orchestrator.triton.metrics import live_requests_gauge

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from orchestrator import contracts
-from orchestrator.engines import EngineRequest
+from orchestrator.engines import Chunk, EngineRequest
 from orchestrator.errors import EngineError
 from orchestrator.infer_streams import InferStream, InferStreams
-from orchestrator.wire import add_row, find_output, is_end, new_request, stop_request
+from orchestrator.wire import add_row, add_string, find_output, is_end, new_request, stop_request
 
 
 class GrpcEngineClient:
@@ -30,7 +30,7 @@ class GrpcEngineClient:
         self._streams = InferStreams(url)
         self._live: dict[str, InferStream] = {}
 
-    async def stream(self, model: str, request: EngineRequest) -> AsyncGenerator[list[int], None]:
+    async def stream(self, model: str, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         stream = self._streams.borrow()
         self._live[request.request_id] = stream
         ended = False
@@ -43,7 +43,11 @@ class GrpcEngineClient:
                     ended = True
                     raise EngineError(response.error_message)
                 if raw := find_output(response, contracts.OUTPUT_IDS):
-                    yield np.frombuffer(raw, dtype=np.int32).tolist()
+                    log_probs = find_output(response, contracts.OUTPUT_LOG_PROBS) if request.log_probs else None
+                    yield Chunk(
+                        np.frombuffer(raw, dtype=np.int32).tolist(),
+                        log_probs=None if log_probs is None else np.frombuffer(log_probs, dtype=np.float32).tolist(),
+                    )
         finally:
             if not ended:
                 with contextlib.suppress(EngineError):  # a stream that broke has nothing to stop
@@ -88,7 +92,15 @@ def build_request(model: str, request: EngineRequest) -> Any:
     ):
         if value != default:
             add_row(message, spec, value)
-    # NVIDIA's backend fails a request that does not ask for these two.
-    for output in (contracts.OUTPUT_IDS, contracts.SEQUENCE_LENGTH):
+    if request.guide_type is not None:
+        add_string(message, contracts.GUIDED_DECODING_GUIDE_TYPE, request.guide_type.encode(), shape=(1, 1))
+    if request.guide is not None:
+        add_string(message, contracts.GUIDED_DECODING_GUIDE, request.guide.encode(), shape=(1, 1))
+    # NVIDIA's backend fails a request that does not ask for the first two.
+    outputs = [contracts.OUTPUT_IDS, contracts.SEQUENCE_LENGTH]
+    if request.log_probs:
+        add_row(message, contracts.RETURN_LOG_PROBS, True)
+        outputs.append(contracts.OUTPUT_LOG_PROBS)
+    for output in outputs:
         message.outputs.add(name=output.name)
     return message

@@ -18,14 +18,21 @@ class InProcessEngines:
         self._make_stepper = make_stepper
         self.requests: list[EngineRequest] = []
         self.stopped: list[str] = []
+        self.refusal: str | None = None  # of every request
+        self.fail_from: int | None = None  # the requests that fail, counted from 0
 
-    async def stream(self, model: str, request: EngineRequest) -> AsyncGenerator[list[int], None]:
+    async def stream(self, model: str, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
+        if self.refusal is not None:
+            raise EngineError(self.refusal)
+        if self.fail_from is not None and len(self.requests) > self.fail_from:
+            await asyncio.sleep(0.05)
+            raise EngineError("this one fails")
         chunks = self._run(request)
         try:
             async for chunk in chunks:
                 if chunk.token_ids:
-                    yield chunk.token_ids
+                    yield chunk
                 if chunk.error is not None:
                     raise EngineError(chunk.error)
         except GeneratorExit:
@@ -76,7 +83,7 @@ class RecordingSink:
         parts = []
         for event in self.events:
             for choice in event["choices"]:
-                parts.append((choice.get("delta") or choice.get("message") or {}).get("content", ""))
+                parts.append((choice.get("delta") or choice.get("message") or {}).get("content") or "")
         return "".join(parts)
 
     @property

@@ -127,7 +127,7 @@ def test_tiers_are_what_the_orchestrator_reads(tmp_path: Path, name: str) -> Non
     target = load_target(name)
     tiers = make_tiers(target, load_models(target))
     path = tmp_path / "tiers.toml"
-    path.write_text(to_toml(tiers.model_dump(mode="json")), encoding="utf-8")
+    path.write_text(to_toml(tiers.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
     assert load_tiers(path) == tiers
     assert tiers.tier[0].tokenizer == "model_repository/llm_small/1/tokenizer"
     assert (tiers.tier[0].context_window, tiers.tier[0].end_id, tiers.tier[0].pad_id) == (8192, 2, 2)

@@ -14,6 +14,7 @@ import pytest
 from in_process import InProcessEngines, RecordingSink
 from tokenizers import Tokenizer
 
+from orchestrator.call import Call
 from orchestrator.config import Generation, Limits, Tier, Tiers, load_tiers
 from orchestrator.engines import EngineRequest
 from orchestrator.engines.scripted import ScriptedStepper, Settings
@@ -25,10 +26,15 @@ from orchestrator.errors import (
     InvalidRequestError,
     ModelNotFoundError,
 )
-from orchestrator.pipeline import Call, Pipeline, build_engine_request, tokens_per_second
-from orchestrator.request import ChatRequest
+from orchestrator.generation import build_engine_request, template_message, tokens_per_second
+from orchestrator.pipeline import Pipeline
+from orchestrator.request import ChatRequest, Message
 
 END_ID = 2
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": {"$defs": {"City": {"type": "string"}}}}},
+    {"type": "function", "function": {"name": "search"}},
+]
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +175,224 @@ def test_usage_only_when_asked_for(pipeline: Pipeline) -> None:
     assert [len(event["choices"]) for event in asked.events] == [1] * (len(asked.events) - 1) + [0]
 
 
+# --- several choices, completions, log probabilities ---------------------------------------------------------
+
+
+def choices_of(sink: RecordingSink) -> dict[int, tuple[str, list[str]]]:
+    """Text and finish reasons by index."""
+    found: dict[int, tuple[str, list[str]]] = {}
+    for event in sink.events:
+        for choice in event["choices"]:
+            text, reasons = found.get(choice["index"], ("", []))
+            part = choice.get("delta") or choice.get("message") or {}
+            reasons = reasons + [choice["finish_reason"]] * (choice["finish_reason"] is not None)
+            found[choice["index"]] = text + (part.get("content") or ""), reasons
+    return found
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+@pytest.mark.parametrize("stream", [True, False])
+def test_two_choices(pipeline: Pipeline, engines: InProcessEngines, stream: bool, include_usage: bool) -> None:
+    """Case S16."""
+    options = {"stream_options": {"include_usage": True}} if include_usage else {}
+    sink = run(pipeline, body({"text": "One two three."}, n=2, seed=7, stream=stream, **options))
+    assert choices_of(sink) == dict.fromkeys((0, 1), ("One two three.", ["stop"]))
+    assert [request.seed for request in engines.requests] == [7, 8]
+    assert len({request.request_id for request in engines.requests}) == 2
+    assert ["rt" in event for event in sink.events] == [False] * (len(sink.events) - 1) + [True]
+    assert sink.events[-1]["rt"]["tokens"] == 8
+    if include_usage:
+        assert sink.events[-1]["usage"]["completion_tokens"] == 8
+
+
+def test_one_of_several_choices_that_fails_ends_them_all(pipeline: Pipeline, engines: InProcessEngines) -> None:
+    engines.fail_from = 2
+    try:
+        error, sink = failure(pipeline, body({"text": "x " * 500, "itl_ms": 10}, n=3, stream=True, max_tokens=500))
+    finally:
+        engines.fail_from = None
+    assert isinstance(error, EngineError)
+    assert set(engines.stopped) >= {request.request_id for request in engines.requests[:2]}
+    assert all(not reasons for _, reasons in choices_of(sink).values())
+
+
+def test_cancelling_ends_all_choices(pipeline: Pipeline, engines: InProcessEngines) -> None:
+    request_body = body({"text": "x " * 500, "itl_ms": 10}, n=3, stream=True, max_tokens=500)
+    sink = cancel_when(pipeline, request_body, lambda sink: len(choices_of(sink)) == 3)
+    assert isinstance(sink.error, CancelledError)
+    assert set(engines.stopped) == {request.request_id for request in engines.requests}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_completion(pipeline: Pipeline, engines: InProcessEngines, tokenizer: Tokenizer, stream: bool) -> None:
+    prompt = '#script {"text": "One two three."}'
+    for asked in (prompt, tokenizer.encode(prompt, add_special_tokens=False).ids):
+        sink = run(pipeline, json.dumps({"prompt": asked, "stream": stream, "max_tokens": 2}).encode())
+        assert tokenizer.decode(engines.requests[-1].input_ids) == prompt  # no chat template
+        assert {event["object"] for event in sink.events} == {"text_completion"}
+        assert "".join(choice["text"] for event in sink.events for choice in event["choices"]) == "One two"
+        assert sink.finish_reasons == ["length"]
+
+
+def test_log_probs_follow_their_text(pipeline: Pipeline) -> None:
+    script = {"text": "A 💡 is lit.\nEND", "log_probs": [-0.5, -0.25]}
+    streamed = run(pipeline, body(script, stop="END", logprobs=True, stream=True))
+    whole = run(pipeline, body(script, stop="END", logprobs=True))
+    (choice,) = whole.events[0]["choices"]
+    entries = choice["logprobs"]["content"]
+    deltas = [event["choices"][0]["logprobs"] for event in streamed.events]
+    assert [entry for delta in deltas if delta for entry in delta["content"]] == entries
+    assert [entry["logprob"] for entry in entries[:2]] == [-0.5, -0.25]
+    # What can be told joins to the text; part of a character cannot.
+    parts = [entry["token"] for entry in entries if entry["bytes"] is not None]
+    assert "".join(parts) == choice["message"]["content"] == "A 💡 is lit.\n"
+    assert any(entry["bytes"] is None for entry in entries)
+
+
+def test_no_log_probs_unless_asked_for(pipeline: Pipeline, engines: InProcessEngines) -> None:
+    sink = run(pipeline, body({"text": "a b"}))
+    assert sink.events[0]["choices"][0]["logprobs"] is None
+    assert not engines.requests[0].log_probs
+
+
+# --- guided decoding and tools -------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "guide_type", "guide"),
+    [
+        ({}, None, None),
+        ({"response_format": {"type": "json_object"}}, "json", None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            "json_schema",
+            json.dumps(SCHEMA),
+        ),
+        ({"guided_regex": "[0-9]+"}, "regex", "[0-9]+"),
+    ],
+)
+def test_the_engine_hears_what_the_text_must_match(
+    pipeline: Pipeline, engines: InProcessEngines, fields: dict[str, Any], guide_type: str | None, guide: str | None
+) -> None:
+    run(pipeline, body({"text": "5"}, **fields))
+    assert (engines.requests[0].guide_type, engines.requests[0].guide) == (guide_type, guide)
+
+
+def test_a_guide_that_the_engine_refuses_is_the_callers_fault(pipeline: Pipeline, engines: InProcessEngines) -> None:
+    engines.refusal = "guided_decoding_guide: not a schema"
+    try:
+        error, _ = failure(pipeline, body({"text": "5"}, guided_regex="(" * 9))
+    finally:
+        engines.refusal = None
+    assert isinstance(error, InvalidRequestError)
+    assert (error.message, error.param) == ("guided_regex: guided_decoding_guide: not a schema", "guided_regex")
+
+
+HERMES = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+LLAMA = '{"name": "get_weather", "parameters": {"city": "Oslo"}}'
+
+
+def calls_of(sink: RecordingSink) -> list[tuple[str, str]]:
+    calls: list[list[str]] = []
+    for event in sink.events:
+        for choice in event["choices"]:
+            for call in (choice.get("delta") or choice.get("message") or {}).get("tool_calls") or []:
+                if "id" in call:
+                    calls.append([call["function"]["name"], ""])
+                calls[-1][1] += call["function"]["arguments"]
+    return [(name, arguments) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("model", "text"), [("medium", f"Let me see. {HERMES}"), ("complex", LLAMA)])
+def test_tool_calls(pipeline: Pipeline, model: str, text: str, stream: bool) -> None:
+    sink = run(pipeline, body({"text": text}, model=model, tools=TOOLS, stream=stream))
+    assert calls_of(sink) == [("get_weather", '{"city": "Oslo"}')]
+    assert sink.finish_reasons == ["tool_calls"]
+    assert sink.text == ("Let me see." if model == "medium" else "")
+
+
+def test_arguments_stream_as_they_are_written(pipeline: Pipeline) -> None:
+    sink = run(pipeline, body({"text": HERMES, "per_char": True}, model="medium", tools=TOOLS, stream=True))
+    assert calls_of(sink) == [("get_weather", '{"city": "Oslo"}')]
+    assert sum("tool_calls" in event["choices"][0]["delta"] for event in sink.events) > 10
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": [TOOLS[1]]}, {"tools": [], "model": "medium"}]
+)
+def test_without_the_offer_it_is_text(pipeline: Pipeline, fields: dict[str, Any]) -> None:
+    sink = run(pipeline, body({"text": HERMES}, **{"model": "medium", **fields}))
+    assert (sink.text, sink.finish_reasons) == (HERMES, ["stop"])
+
+
+def test_a_forced_call_is_guided(pipeline: Pipeline, engines: InProcessEngines) -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    text = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
+    sink = run(pipeline, body({"text": text}, model="medium", tools=TOOLS, tool_choice=choice))
+    assert calls_of(sink) == [("get_weather", '{"city": "Oslo"}')]
+    assert json.loads(engines.requests[0].guide or "") == {
+        "type": "object",
+        "properties": {"name": {"const": "get_weather"}, "arguments": {}},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+        "$defs": {"City": {"type": "string"}},
+    }
+    run(pipeline, body({"text": text}, model="complex", tools=TOOLS, tool_choice="required"))
+    guide = json.loads(engines.requests[1].guide or "")
+    assert [call["properties"]["name"]["const"] for call in guide["anyOf"]] == ["get_weather", "search"]
+
+
+def test_tools_whose_definitions_clash_cannot_be_forced(pipeline: Pipeline) -> None:
+    other = {"type": "function", "function": {"name": "o", "parameters": {"$defs": {"City": {"type": "integer"}}}}}
+    error, _ = failure(pipeline, body({}, model="medium", tools=[*TOOLS, other], tool_choice="required"))
+    assert (error.message, error.param) == ("tools: two of them define $defs 'City' differently", "tools")
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": TOOLS}, "tools"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]}, "messages[0].role"),
+    ],
+)
+def test_a_model_without_a_tool_parser_says_so(
+    pipeline: Pipeline, engines: InProcessEngines, fields: dict[str, Any], param: str
+) -> None:
+    error, _ = failure(pipeline, body(**fields))
+    assert isinstance(error, InvalidRequestError)
+    assert "the model 'llm_small' has no tool parser" in error.message
+    assert (error.param, engines.requests) == (param, [])
+
+
+def test_what_a_template_reads_of_a_message() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "search", "arguments": '{"q": 1}'}}
+    rows = [
+        ({"role": "developer", "content": "d"}, {"role": "system", "content": "d"}),
+        ({"role": "user", "content": "u", "name": "Ann"}, {"role": "user", "content": "u", "name": "Ann"}),
+        (
+            {"role": "assistant", "tool_calls": [call]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{**call, "function": {"name": "search", "arguments": {"q": 1}}}],
+            },
+        ),
+        (
+            {"role": "tool", "content": "r", "tool_call_id": "c"},
+            {"role": "tool", "content": "r", "tool_call_id": "c"},
+        ),
+    ]
+    for given_row, wanted in rows:
+        assert template_message(Message.model_validate(given_row)) == wanted
+
+
 # --- failures ------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +422,7 @@ def test_a_wrong_script_is_the_engines_refusal(pipeline: Pipeline) -> None:
     assert "the prompt's script is wrong" in error.message
 
 
-@pytest.mark.parametrize("request_body", [b"", b"{}", body(max_tokens=0), body(tools=[])])
+@pytest.mark.parametrize("request_body", [b"", b"{}", body(max_tokens=0), body(tools=TOOLS)])
 def test_a_refused_request(pipeline: Pipeline, engines: InProcessEngines, request_body: bytes) -> None:
     error, sink = failure(pipeline, request_body)
     assert isinstance(error, InvalidRequestError)
@@ -317,7 +541,7 @@ TIER = Tier(
 
 def engine_request(num_input_ids: int = 10, **fields: Any) -> EngineRequest:
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], **fields})
-    return build_engine_request(request, TIER, [5] * num_input_ids)
+    return build_engine_request(request, TIER, [5] * num_input_ids, None)
 
 
 @pytest.mark.parametrize(

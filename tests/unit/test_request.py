@@ -10,19 +10,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import InvalidRequestError
-from orchestrator.request import MAX_REQUEST_BYTES, ChatRequest, parse_request
+from orchestrator.request import MAX_REQUEST_BYTES, ChatRequest, CompletionRequest, Guide, Kind, parse_request
 
 USER = {"role": "user", "content": "Hi"}
 
 
 def parse(**fields: Any) -> ChatRequest:
-    return parse_request(json.dumps({"messages": [USER], **fields}).encode())
+    request = parse_request(json.dumps({"messages": [USER], **fields}).encode())
+    assert isinstance(request, ChatRequest)
+    return request
 
 
-def refusal(body: bytes) -> InvalidRequestError:
+def complete(**fields: Any) -> CompletionRequest:
+    request = parse_request(json.dumps({"prompt": "Once", **fields}).encode())
+    assert isinstance(request, CompletionRequest)
+    return request
+
+
+def refusal(body: bytes, kind: Kind | None = None) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as got:
-        parse_request(body)
+        parse_request(body, kind)
     return got.value
+
+
+def tool(name: str = "get_weather") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+def tool_call(arguments: str = "{}") -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
 REFUSED: list[tuple[str, Any, str, str]] = [
@@ -37,14 +57,44 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("messages", ["Hi"], "messages[0]", "messages[0]: Input should be an object (got 'Hi')"),
     ("messages", [{"role": "user"}], "messages[0].content", "messages[0].content: required"),
     ("messages", [{"content": "Hi"}], "messages[0].role", "messages[0].role: required"),
-    ("messages", [{**USER, "content": None}], "messages[0].content", "a valid string (got null)"),
+    (
+        "messages",
+        [{**USER, "content": None}],
+        "messages[0].content",
+        "must be a text or a list of text parts (got null)",
+    ),
     ("messages", [USER, {**USER, "content": ""}], "messages[1].content", "messages[1].content: must not be empty"),
     ("messages", [{**USER, "content": []}], "messages[0].content", "messages[0].content: must not be empty"),
     ("messages", [{**USER, "content": 5}], "messages[0].content", "messages[0].content: Input should be"),
-    ("messages", [{**USER, "role": "tool"}], "messages[0].role", "'system', 'user' or 'assistant' (got 'tool')"),
-    ("messages", [{**USER, "tool_calls": []}], "messages[0].tool_calls", "messages[0].tool_calls: not supported"),
-    ("prompt", "", "prompt", "prompt: not supported; remove it"),
-    ("prompt", ["a", "b"], "prompt", "prompt: not supported; remove it"),
+    ("messages", [{**USER, "role": "bot"}], "messages[0].role", "'assistant' or 'tool' (got 'bot')"),
+    ("messages", [{**USER, "content": [{"type": "image_url"}]}], "messages[0].content[0].type", "should be 'text'"),
+    ("messages", [{**USER, "role": "tool"}], "messages[0].tool_call_id", "required for the role 'tool'"),
+    ("messages", [{**USER, "tool_call_id": "1"}], "messages[0].tool_call_id", "and for no other"),
+    ("messages", [{**USER, "tool_calls": []}], "messages[0].tool_calls", "at least 1 item"),
+    ("messages", [{**USER, "tool_calls": [tool_call()]}], "messages[0].tool_calls", "only the assistant calls tools"),
+    (
+        "messages",
+        [{"role": "assistant", "tool_calls": [tool_call("{")]}],
+        "messages[0].tool_calls[0].function.arguments",
+        "must be JSON: ",
+    ),
+    (
+        "messages",
+        [{"role": "assistant", "tool_calls": [tool_call("[]")]}],
+        "messages[0].tool_calls[0].function.arguments",
+        "must be a JSON object (got [])",
+    ),
+    ("response_format", {"type": "xml"}, "response_format", "'text', 'json_object', 'json_schema'"),
+    ("response_format", schema_format(5), "response_format.json_schema.schema", "should be an object (got 5)"),
+    ("response_format", schema_format({"a": "x" * 16384}), "response_format.json_schema.schema", "at most 16384 are"),
+    ("guided_regex", "", "guided_regex", "at least 1 character"),
+    ("guided_regex", "é" * 513, "guided_regex", "1026 bytes; at most 1024 are allowed"),
+    ("tools", [{"type": "function"}], "tools[0].function", "tools[0].function: required"),
+    ("tools", [tool("a b")], "tools[0].function.name", "should match pattern"),
+    ("tools", [tool()] * 129, "tools", "at most 128 items"),
+    ("tool_choice", "auto", "tool_choice", "there are no tools to choose from; send tools"),
+    ("tool_choice", "maybe", "tool_choice", "'none', 'auto' or 'required' (got 'maybe')"),
+    ("top_logprobs", 2, "top_logprobs", "less than or equal to 0 (got 2)"),
     ("temperature", -0.1, "temperature", "temperature: Input should be greater than or equal to 0 (got -0.1)"),
     ("temperature", 2.1, "temperature", "temperature: Input should be less than or equal to 2 (got 2.1)"),
     ("temperature", "1", "temperature", "temperature: Input should be a valid number (got '1')"),
@@ -67,7 +117,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("ignore_eos", 1, "ignore_eos", "ignore_eos: Input should be a valid boolean (got 1)"),
     ("stream", "yes", "stream", "stream: Input should be a valid boolean (got 'yes')"),
     ("stream_options", {"x": 1}, "stream_options.x", "stream_options.x: not supported; remove it"),
-    ("n", 2, "n", "n: Input should be less than or equal to 1 (got 2)"),
+    ("n", 9, "n", "n: Input should be less than or equal to 8 (got 9)"),
     ("n", 0, "n", "n: Input should be greater than or equal to 1 (got 0)"),
     ("model", None, "model", "model: Input should be a valid string (got null)"),
     ("user", 5, "user", "user: Input should be a valid string (got 5)"),
@@ -78,12 +128,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
             "best_of": 2,
             "functions": [],
             "logit_bias": {},
-            "logprobs": True,
-            "response_format": {"type": "json_object"},
             "store": True,
-            "tool_choice": "auto",
-            "tools": [],
-            "top_logprobs": 2,
         }.items()
     ),
 ]
@@ -107,7 +152,7 @@ def test_a_refusal_names_its_field(field: str, value: Any, param: str, message: 
         (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', "the request is not JSON: "),
         (b"[]", "the request: Input should be an object (got [])"),
         (b"null", "the request: Input should be an object (got null)"),
-        (b'{"prompt": ""}', "messages: required"),
+        (b'{"prompt": ""}', "prompt: must not be empty"),
         (b" " * (MAX_REQUEST_BYTES + 1), "the request has 1048577 bytes; at most 1048576 are allowed"),
     ],
 )
@@ -151,6 +196,88 @@ def test_text_parts_are_joined_as_they_are() -> None:
 )
 def test_output_limit(fields: dict[str, int], limit: int | None) -> None:
     assert parse(**fields).output_limit == limit
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"prompt": ""}, "prompt: must not be empty", "prompt"),  # case V04
+        ({"prompt": []}, "prompt: must not be empty", "prompt"),
+        ({"prompt": None}, "must be one text or one list of token ids", "prompt"),
+        ({"prompt": ["a", "b"]}, "must be one text or one list of token ids; send each of several", "prompt"),
+        ({"prompt": [1, True]}, "must be one text or one list of token ids", "prompt"),
+        ({"prompt": [-1]}, "prompt[0]: Input should be greater than or equal to 0 (got -1)", "prompt[0]"),
+        ({"prompt": "x", "messages": [USER]}, "messages: not supported; remove it", "messages"),
+        ({"prompt": "x", "echo": True}, "echo: Input should be False (got True)", "echo"),
+        ({"prompt": "x", "best_of": 2}, "best_of: Input should be less than or equal to 1 (got 2)", "best_of"),
+        ({"prompt": "x", "logprobs": 1}, "logprobs: Input should be less than or equal to 0 (got 1)", "logprobs"),
+        ({"prompt": "x", "suffix": "y"}, "suffix: not supported; remove it", "suffix"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1", "max_tokens"),
+    ],
+)
+def test_a_refused_completion(fields: dict[str, Any], message: str, param: str) -> None:
+    error = refusal(json.dumps(fields).encode())
+    assert message in error.message
+    assert error.param == param
+
+
+def test_an_endpoint_takes_its_own_kind() -> None:
+    assert refusal(json.dumps({"prompt": "x"}).encode(), "chat").message == "messages: required"
+    assert refusal(json.dumps({"messages": [USER]}).encode(), "completion").message == "prompt: required"
+    assert complete(prompt=[5, 6]).prompt == [5, 6]
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "guide"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Guide("json", None, "response_format")),
+        (
+            {"response_format": schema_format(SCHEMA)},
+            Guide("json_schema", json.dumps(SCHEMA), "response_format"),
+        ),
+        ({"guided_regex": "[0-9]+"}, Guide("regex", "[0-9]+", "guided_regex")),
+        ({"response_format": {"type": "text"}, "guided_regex": "a"}, Guide("regex", "a", "guided_regex")),
+    ],
+)
+def test_what_the_text_must_match(fields: dict[str, Any], guide: Guide | None) -> None:
+    assert parse(**fields).guide == guide
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"tools": [tool()], "guided_regex": "a"}, "guided_regex"),
+        ({"tools": [tool()], "response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice.function.name",
+        ),
+        ({"tools": [tool()], "tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+    ],
+)
+def test_what_does_not_go_together(fields: dict[str, Any], param: str) -> None:
+    assert refusal(json.dumps({"messages": [USER], **fields}).encode()).param == param
+
+
+def test_tools_that_the_model_may_call() -> None:
+    assert [each.function.name for each in parse(tools=[tool()]).offered_tools] == ["get_weather"]
+    assert parse(tools=[tool()], tool_choice="none").offered_tools == []
+    assert parse(tools=[]).offered_tools == []
+
+
+def test_a_conversation_with_a_tool() -> None:
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [tool_call('{"city": "Oslo"}')]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]
+    assert parse(messages=messages, tools=[tool()]).messages[2].text() == "rain"
 
 
 def test_null_is_as_if_left_out() -> None:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from orchestrator.errors import InvalidRequestError
-from orchestrator.streaming.tokenizer import REPLACEMENT, ChatTokenizer, Detokenizer
+from orchestrator.streaming.tokenizer import ChatTokenizer, Detokenizer
+
+REPLACEMENT = "\ufffd"
 
 TEXTS = (
     "What is deep learning?",

@@ -21,7 +21,7 @@ from orchestrator.config import Generation, Tier
 from orchestrator.engines import Chunk, Deliver, EngineRefusal, EngineRequest
 from orchestrator.engines.parsing import parse_engine_request
 from orchestrator.errors import InvalidRequestError, OverloadedError
-from orchestrator.pipeline import build_engine_request
+from orchestrator.generation import build_engine_request
 from orchestrator.request import ChatRequest
 from orchestrator.triton import adapter, engine_client, engine_model
 from orchestrator.triton.sender import Sender
@@ -108,7 +108,7 @@ DECLARED = {spec.name: spec.dtype for spec in contracts.ENGINE_INPUTS}
 @given(fields=FIELDS)
 def test_what_a_caller_may_ask_for_an_engine_accepts(fields: dict[str, Any]) -> None:
     chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], **fields})
-    sent = build_engine_request(chat, TIER, [5, 6, 7])
+    sent = build_engine_request(chat, TIER, [5, 6, 7], chat.guide)
     message = engine_client.build_request("llm_small", sent)
     tensors = {
         tensor.name: np.frombuffer(raw, NUMPY_TYPES[tensor.datatype]).reshape(tensor.shape)
@@ -293,7 +293,7 @@ class BlockingPipeline:
 def test_beyond_the_limits_a_call_is_refused_and_then_there_is_room_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tier = TIER.model_dump_json(exclude={"generation"})
+    tier = TIER.model_dump_json(exclude={"generation"}, exclude_none=True)
     rows = "".join(f"{key} = {json.dumps(value)}\n" for key, value in json.loads(tier).items())
     limits = "[limits]\nmax_live_requests = 3\n"
     (tmp_path / "tiers.toml").write_text(f"[[tier]]\n{rows}generation = {{ max_output_tokens = 4 }}\n{limits}")

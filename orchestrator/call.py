@@ -1,0 +1,58 @@
+"""One call, whoever made it: what came in, where its events go, whether anybody still waits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+from orchestrator.errors import ApiError, CancelledError
+
+log = logging.getLogger("orchestrator.requests")
+
+
+class Sink(Protocol):
+    """Where the events of one call go."""
+
+    def send(self, event: str, *, final: bool) -> None:
+        """Send one event; the final one ends the call."""
+
+    def fail(self, error: ApiError) -> None:
+        """End the call with `error`."""
+
+
+class Call:
+    """One call from its arrival to its only end. For one event loop.
+
+    `body` is the request as it came, `parameters` are the request parameters (forwarded headers among them). `id` is
+    known once the call generates.
+    """
+
+    def __init__(self, body: bytes, parameters: Mapping[str, str], sink: Sink) -> None:
+        self.body = body
+        self.parameters = parameters
+        self.sink = sink
+        self.received_s = time.monotonic()
+        self.is_cancelled = False
+        self.id: str | None = None
+        self._stop_engine: Callable[[], Awaitable[None]] | None = None
+
+    async def cancel(self) -> None:
+        """The caller left: end the generation, wherever the call is. Safe to repeat."""
+        if self.is_cancelled:
+            return
+        self.is_cancelled = True
+        log.info(json.dumps({"event": "caller_left", "request_id": self.id, "monotonic_s": time.monotonic()}))
+        if self._stop_engine is not None:
+            await self._stop_engine()
+
+    def on_cancel(self, stop_engine: Callable[[], Awaitable[None]] | None) -> None:
+        """From now on `cancel` calls `stop_engine`; raises `CancelledError` when the caller has already left."""
+        self._stop_engine = stop_engine
+        self.raise_if_cancelled()
+
+    def raise_if_cancelled(self) -> None:
+        if self.is_cancelled:
+            raise CancelledError("the caller left")

@@ -1,0 +1,346 @@
+"""The generate stage: a request's choices out of an engine's tokens, each an event or a part of the whole answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from orchestrator.call import Call
+from orchestrator.config import Tier
+from orchestrator.engines import Chunk, EngineRequest
+from orchestrator.errors import EngineError, InvalidRequestError
+from orchestrator.request import ChatRequest, Guide, Message, Request, ToolChoice
+from orchestrator.streaming.chunks import AnswerWriter, ChatWriter, Choice, CompletionWriter, Usage
+from orchestrator.streaming.text import Piece, TextStream
+from orchestrator.streaming.tokenizer import ChatTokenizer
+from orchestrator.streaming.tool_calls import JsonParser, ToolParser, create_tool_parser
+
+# Below it sampling is greedy in all but name, and logits divided by it overflow.
+MIN_TEMPERATURE = 1e-3
+# Up to this size a prompt is tokenised on the event loop (1 ms for 1,000 characters, measured on the README's machine);
+# beyond it in a thread, so that no other call's tokens wait.
+MAX_INLINE_BYTES = 4096
+
+
+class EngineClient(Protocol):
+    """The way to the engine models."""
+
+    def stream(self, model: str, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
+        """New tokens as the engine makes them; raises `EngineError` when it fails, also after tokens.
+
+        Closing it early ends the generation; it returns when the engine has let go of the request.
+        """
+
+    async def stop(self, model: str, request_id: str) -> None:
+        """End a generation; an unknown or finished id is not an error."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What was made so far, as the settle stage and the log need it."""
+
+    request: Request
+    tier: Tier
+    num_prompt_tokens: int = 0
+    choices: list[Choice] = field(default_factory=list)
+    first_token_s: float | None = None
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices))
+
+
+class Generation:
+    """One answer's way out of the engine. `run` sends every event, the last one final."""
+
+    def __init__(self, call: Call, answer: Answer, tokenizer: ChatTokenizer, engines: EngineClient) -> None:
+        self._call = call
+        self._answer = answer
+        self._request = answer.request
+        self._tier = answer.tier
+        self._tokenizer = tokenizer
+        self._engines = engines
+        self._live: set[str] = set()  # engine request ids
+        self._has_failed = False
+
+    async def run(self) -> None:
+        check_tools(self._request, self._tier)
+        guide = forced_call_guide(self._request) or self._request.guide
+        input_ids = await self._tokenize()
+        first = build_engine_request(self._request, self._tier, input_ids, guide)
+        self._answer.num_prompt_tokens = len(input_ids)
+        make_writer = ChatWriter if isinstance(self._request, ChatRequest) else CompletionWriter
+        self._writer: AnswerWriter = make_writer(
+            first.request_id, int(time.time()), self._tier.model, include_usage=self._request.include_usage
+        )
+        self._answer.choices = [Choice(index) for index in range(self._request.num_choices)]
+        self._num_unfinished = len(self._answer.choices)
+        self._call.id = first.request_id
+        self._call.on_cancel(self._stop_all)
+        try:
+            if self._num_unfinished == 1:
+                await self._generate(self._answer.choices[0], first)
+            else:
+                await self._generate_all(first)
+        except EngineError as error:
+            if guide is not None and error.message.startswith("guided_decoding_guide"):
+                raise InvalidRequestError(f"{guide.param}: {error.message}", param=guide.param) from error
+            raise
+        self._call.on_cancel(None)
+        self._finish()
+
+    async def _tokenize(self) -> list[int]:
+        def tokenize() -> list[int]:
+            if isinstance(self._request, ChatRequest):
+                tools = [tool.model_dump(exclude_none=True) for tool in self._request.offered_tools]
+                return self._tokenizer.encode_chat([template_message(each) for each in self._request.messages], tools)
+            prompt = self._request.prompt
+            return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+        return tokenize() if len(self._call.body) <= MAX_INLINE_BYTES else await asyncio.to_thread(tokenize)
+
+    async def _generate_all(self, first: EngineRequest) -> None:
+        """All choices side by side: the engine batches them. One that fails ends them all."""
+        tasks = [
+            asyncio.create_task(self._generate(choice, for_choice(first, choice.index)))
+            for choice in self._answer.choices
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            self._has_failed = True
+            await self._stop_all()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _stop_all(self) -> None:
+        for request_id in list(self._live):
+            await self._engines.stop(self._tier.model, request_id)
+
+    async def _generate(self, choice: Choice, engine_request: EngineRequest) -> None:
+        """One choice, to its finish reason."""
+        text = TextStream(
+            self._tokenizer.decode_stream(),
+            self._request.stops,
+            choose_parser(self._request, self._tier),
+            log_probs=self._request.wants_log_probs,
+        )
+        ended_by_id = False
+        self._raise_if_over()
+        self._live.add(engine_request.request_id)
+        try:
+            async with aclosing(self._engines.stream(self._tier.model, engine_request)) as stream:
+                async for chunk in stream:
+                    self._raise_if_over()
+                    token_ids = chunk.token_ids
+                    if token_ids and token_ids[-1] == engine_request.end_id:
+                        token_ids, ended_by_id = token_ids[:-1], True
+                    if token_ids and self._answer.first_token_s is None:
+                        self._answer.first_token_s = time.monotonic()
+                    choice.num_tokens += len(token_ids)
+                    self._emit(choice, text.push(token_ids, chunk.log_probs))
+                    if text.is_stopped:
+                        break
+        finally:
+            self._live.discard(engine_request.request_id)
+        self._raise_if_over()  # a stopped engine ends its stream as if the answer were whole
+        self._emit(choice, text.flush())
+        at_limit = choice.num_tokens >= engine_request.max_new_tokens and not ended_by_id and not text.is_stopped
+        choice.finish_reason = "length" if at_limit else "tool_calls" if choice.calls else "stop"
+        self._num_unfinished -= 1
+        # The last event of all carries the facts; it is `_finish`'s.
+        if self._request.stream and (self._num_unfinished or self._request.include_usage):
+            self._call.sink.send(self._writer.finish(choice, None), final=False)
+        self._last = choice
+
+    def _raise_if_over(self) -> None:
+        self._call.raise_if_cancelled()
+        if self._has_failed:
+            raise EngineError("another choice of this request failed")
+
+    def _emit(self, choice: Choice, piece: Piece) -> None:
+        if piece.log_probs is not None:
+            choice.log_probs = [*(choice.log_probs or []), *piece.log_probs]
+        choice.calls += piece.calls
+        if piece.text:
+            choice.pieces.append(piece.text)
+        if not self._request.stream:
+            return
+        if piece.text or piece.log_probs:
+            self._call.sink.send(self._writer.delta(choice.index, piece.text, piece.log_probs), final=False)
+        if piece.calls:
+            self._call.sink.send(self._writer.calls(choice.index, piece.calls), final=False)
+
+    def _finish(self) -> None:
+        rt = facts(self._call, self._answer)
+        if not self._request.stream:
+            event = self._writer.whole(self._answer.choices, self._answer.usage, rt)
+        elif self._request.include_usage:
+            event = self._writer.usage(self._answer.usage, rt)
+        else:
+            event = self._writer.finish(self._last, rt)
+        self._call.sink.send(event, final=True)
+
+
+# --- tools ---------------------------------------------------------------------------------------------------
+
+
+def check_tools(request: Request, tier: Tier) -> None:
+    """Raises `InvalidRequestError` when `request` has to do with tools and the tier's model has not."""
+    if not isinstance(request, ChatRequest) or tier.tool_parser is not None:
+        return
+    for index, message in enumerate(request.messages):
+        if message.role == "tool" or message.tool_calls:
+            param = f"messages[{index}].role" if message.role == "tool" else f"messages[{index}].tool_calls"
+            raise InvalidRequestError(f"{param}: the model {tier.model!r} has no tool parser", param=param)
+    if request.offered_tools:
+        raise InvalidRequestError(
+            f"tools: the model {tier.model!r} has no tool parser; leave tools out, or name a model that has one",
+            param="tools",
+        )
+
+
+def choose_parser(request: Request, tier: Tier) -> ToolParser | None:
+    """What takes the calls out of an answer's text; None without tools."""
+    if not isinstance(request, ChatRequest) or not request.offered_tools or tier.tool_parser is None:
+        return None
+    names = {tool.function.name for tool in request.offered_tools}
+    # A forced call is guided to be the bare object.
+    return JsonParser(names) if request.must_call else create_tool_parser(tier.tool_parser, names)
+
+
+def forced_call_guide(request: Request) -> Guide | None:
+    """The schema of the one call that `tool_choice` forces; None when it forces none.
+
+    Raises `InvalidRequestError` when two tools define the same `$defs` name differently: one schema holds them all.
+    """
+    if not isinstance(request, ChatRequest) or not request.must_call:
+        return None
+    definitions: dict[str, Any] = {}
+    calls = []
+    for tool in request.offered_tools:
+        name, parameters = tool.function.name, dict(tool.function.parameters or {"type": "object"})
+        if isinstance(request.tool_choice, ToolChoice) and name != request.tool_choice.function.name:
+            continue
+        # References count from the root of the schema, so the definitions move there.
+        for key, definition in parameters.pop("$defs", {}).items():
+            if definitions.setdefault(key, definition) != definition:
+                raise InvalidRequestError(f"tools: two of them define $defs {key!r} differently", param="tools")
+        properties = {"name": {"const": name}, "arguments": parameters}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    schema = {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **({"$defs": definitions} if definitions else {})}
+    return Guide("json_schema", json.dumps(schema, ensure_ascii=False), "tools")
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """`message` as chat templates read it: arguments as an object, "developer" by its older name."""
+    row: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text()}
+    if message.tool_calls is not None:
+        row["tool_calls"] = [
+            {
+                **call.model_dump(),
+                "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        row["tool_call_id"] = message.tool_call_id
+    return row if message.name is None else {**row, "name": message.name}
+
+
+# --- the engine's share --------------------------------------------------------------------------------------
+
+
+def build_engine_request(request: Request, tier: Tier, input_ids: list[int], guide: Guide | None) -> EngineRequest:
+    """The engine's share of `request` for its first choice, the tier's generation policy filled in.
+
+    Raises `InvalidRequestError` with both counts when prompt and answer do not fit the tier's context window.
+    """
+    policy = tier.generation
+    room = tier.context_window - len(input_ids)
+    wanted = request.output_limit
+    if room < (wanted or 1):
+        prompt = "messages" if isinstance(request, ChatRequest) else "prompt"
+        raise InvalidRequestError(
+            f"{prompt}: the prompt's {len(input_ids)} tokens and an answer of up to {wanted or 1} are more than the "
+            f"context window of {tier.context_window} tokens; shorten the {prompt} or lower max_tokens",
+            param=prompt if wanted is None or room < 1 else "max_tokens",
+        )
+    max_new_tokens = wanted or min(policy.max_output_tokens, room)
+    if (request.min_tokens or 0) > max_new_tokens:
+        raise InvalidRequestError(
+            f"min_tokens: {request.min_tokens} is more than the answer's limit of {max_new_tokens} tokens",
+            param="min_tokens",
+        )
+    temperature = policy.temperature if request.temperature is None else request.temperature
+    return EngineRequest(
+        request_id=uuid.uuid4().hex,  # never the caller's: one client could stop another's
+        input_ids=input_ids,
+        max_new_tokens=max_new_tokens,
+        end_id=None if request.ignore_eos else tier.end_id,
+        min_tokens=request.min_tokens or 0,
+        sample=temperature >= MIN_TEMPERATURE,
+        temperature=max(temperature, MIN_TEMPERATURE),
+        top_k=request.top_k or 0,
+        top_p=policy.top_p if request.top_p is None else request.top_p,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        seed=request.seed,
+        log_probs=request.wants_log_probs,
+        guide_type=None if guide is None else guide.type,
+        guide=None if guide is None else guide.text,
+    )
+
+
+def for_choice(request: EngineRequest, index: int) -> EngineRequest:
+    """The request of another choice: an id of its own and, so that they differ, a seed of its own."""
+    if index == 0:
+        return request
+    seed = None if request.seed is None else (request.seed + index) % 2**63
+    return replace(request, request_id=uuid.uuid4().hex, seed=seed)
+
+
+# --- facts ---------------------------------------------------------------------------------------------------
+
+
+def facts(call: Call, answer: Answer) -> dict[str, Any]:
+    """`rt`: what this system says of one answer. Times in ms from the call's arrival; cost in US dollars."""
+    total_s = time.monotonic() - call.received_s
+    ttft_s = None if answer.first_token_s is None else answer.first_token_s - call.received_s
+    tier, usage = answer.tier, answer.usage
+    cost = (
+        usage.prompt_tokens * tier.input_price_per_million_tokens
+        + usage.completion_tokens * tier.output_price_per_million_tokens
+    ) / 1e6
+    return {
+        "tier": tier.name,
+        "model": tier.model,
+        "cache": "bypass",
+        "ttft_ms": None if ttft_s is None else round(ttft_s * 1000, 3),
+        "total_ms": round(total_s * 1000, 3),
+        "input_tokens": usage.prompt_tokens,
+        "tokens": usage.completion_tokens,
+        "tps": tokens_per_second(usage.completion_tokens, ttft_s, total_s),
+        "cost_usd": round(cost, 9),
+    }
+
+
+def tokens_per_second(num_tokens: int, ttft_s: float | None, total_s: float) -> float | None:
+    """Decode speed: tokens after the first, over the time after the first; None below two tokens."""
+    if ttft_s is None or num_tokens < 2 or total_s <= ttft_s:
+        return None
+    return round((num_tokens - 1) / (total_s - ttft_s), 2)
