@@ -1,4 +1,4 @@
-"""The command line: `python -m perf overhead|streams|stagger|cancel`."""
+"""The command line: `python -m perf overhead|litellm|streams|stagger|cancel`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from perf.cancel import cancel
 from perf.errors import PerfError
+from perf.litellm import litellm
 from perf.overhead import overhead
 from perf.report import publish
 from perf.stagger import stagger
@@ -24,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table, result = overhead(
                 options.artifacts, options.requests, options.scripted_requests, options.first_token_ms
             )
+        elif options.command == "litellm":
+            table, result = litellm(options.artifacts, options.requests)
         elif options.command == "streams":
             table, result = streams(options.artifacts, options.streams, options.rounds, options.tokens)
         elif options.command == "stagger":
@@ -58,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--requests", type=_count, default=200, help="requests of each path, real engine")
     command.add_argument("--scripted-requests", type=_count, default=1000, help="the same, scripted engine")
     command.add_argument("--first-token-ms", type=float, default=40.0, help="when the scripted engine answers")
+    command = add("litellm", "what LiteLLM's proxy adds to the first token beside us")
+    command.add_argument("--requests", type=_count, default=300, help="requests of each path")
     command = add("streams", "tokens/s out of SSE against the engine library alone")
     command.add_argument("--streams", type=_counts, default=[1, 8, 16, 32], help="such as 8,16")
     command.add_argument("--rounds", type=_count, default=3, help="rounds of each side")

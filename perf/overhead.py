@@ -1,7 +1,7 @@
 """`python -m perf overhead`: what gateway and orchestrator add to the first token.
 
-Two paths to one engine, in pairs in one run: over HTTP through the gateway, and by gRPC to the engine model
-with the token ids that the orchestrator would send. The two requests of a pair are the same question, each
+Two paths to one engine, in turns in one run: over HTTP through the gateway, and by gRPC to the engine model
+with the token ids that the orchestrator would send. The two requests of a round are the same question, each
 with a number of its own in front: equally many tokens, and neither finds the other's prefix cached. Who
 goes first alternates. Each request waits until the one before is over.
 
@@ -11,7 +11,9 @@ stream; what gRPC then does to send and receive counts for the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from perf.stats import percentile, summarize
 
 P50_BAR_MS = 4.0  # with the real engine
 P99_BAR_MS = 10.0  # with the scripted one
-_WARM_UP_PAIRS = 10
+_WARM_UP_ROUNDS = 10
 # The first token is what is measured; the second keeps the answer a stream.
 _MAX_TOKENS = 2
 _SCRIPT_TEXT = "one two"  # two tokens
@@ -55,31 +57,39 @@ def overhead(
     return _table(result), result
 
 
-def measure(stack: Stack, prompt: Prompt, num_pairs: int) -> dict[str, list[float]]:
-    """First-token times in ms by path; `prompt` makes a text of a pair's index and a number used once."""
+def measure(
+    stack: Stack, prompt: Prompt, num_rounds: int, proxies: Mapping[str, str] | None = None
+) -> dict[str, list[float]]:
+    """First-token times in ms by path: "gateway", "engine" and `proxies` (name and URL) that stand before the gateway.
+
+    `prompt` makes a text of a round's index and a number used once.
+    """
     tokenizer = stack.load_tokenizer()
-    times: dict[str, list[float]] = {"gateway": [], "engine": []}
-    with (
-        SseConnection(stack.gateway_url) as gateway,
-        EngineClient(stack.triton_grpc_url, stack.tier.model) as engine,
-    ):
-        for pair in range(-_WARM_UP_PAIRS, num_pairs):
-            number = 2 * (pair + _WARM_UP_PAIRS)
-            texts = prompt(pair, number), prompt(pair, number + 1)
-            by_http, by_grpc = (tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts)
-            if len(by_http) != len(by_grpc):
-                raise PerfError(f"prompts of {len(by_http)} and {len(by_grpc)} tokens cannot be compared: {texts}")
-            body = chat_body(texts[0], _MAX_TOKENS)
-            asks: list[tuple[str, Callable[[], float]]] = [
-                ("gateway", lambda body=body: gateway.ask(body).ttft_ms),  # type: ignore[misc]
-                ("engine", lambda ids=by_grpc: engine.first_token_ms(ids, _MAX_TOKENS)),  # type: ignore[misc]
-            ]
-            for path, ask in asks if pair % 2 else reversed(asks):
-                ttft_ms = ask()
-                if pair >= 0:
-                    times[path].append(ttft_ms)
-            if pair >= 0 and (pair + 1) % 50 == 0:
-                say(f"  {pair + 1} of {num_pairs} pairs")
+    urls = {"gateway": stack.gateway_url, **(proxies or {})}
+    times: dict[str, list[float]] = {name: [] for name in (*urls, "engine")}
+    with ExitStack() as opened:
+        engine = opened.enter_context(EngineClient(stack.triton_grpc_url, stack.tier.model))
+        http = {name: opened.enter_context(SseConnection(url)) for name, url in urls.items()}
+
+        def ask(name: str, text: str, token_ids: list[int]) -> float:
+            if name == "engine":
+                return engine.first_token_ms(token_ids, _MAX_TOKENS)
+            return http[name].ask(chat_body(text, _MAX_TOKENS)).ttft_ms
+
+        for index in range(-_WARM_UP_ROUNDS, num_rounds):
+            number = len(times) * (index + _WARM_UP_ROUNDS)
+            texts = {name: prompt(index, number + place) for place, name in enumerate(times)}
+            ids = {name: tokenizer.encode_chat([{"role": "user", "content": text}]) for name, text in texts.items()}
+            if len({len(token_ids) for token_ids in ids.values()}) > 1:
+                raise PerfError(f"prompts of unequally many tokens cannot be compared: {list(texts.values())}")
+            names = deque(times)
+            names.rotate(index)
+            for name in names:
+                ttft_ms = ask(name, texts[name], ids[name])
+                if index >= 0:
+                    times[name].append(ttft_ms)
+            if index >= 0 and (index + 1) % 50 == 0:
+                say(f"  {index + 1} of {num_rounds} rounds")
     return times
 
 
