@@ -28,7 +28,7 @@ from perf.report import format_table, say
 from perf.stack import find_artifact, running_stack
 from perf.stats import percentile, summarize
 
-VERSION = "LITELLM_VERSION"
+VERSION = "1.108.7"
 SHARE_BAR = 1 / 3
 _FIRST_TOKEN_MS = 40.0
 _TEXT, _ITL_MS = "one two", 2.0
