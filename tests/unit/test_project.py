@@ -86,10 +86,10 @@ def test_the_wheel_holds_orchestrator_alone(tmp_path: Path) -> None:
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("contracts", "errors"),
     ("config", "wire"),
-    ("streaming", "cache", "routing"),
+    ("streaming", "cache", "routing", "channel"),
     ("request", "engines", "limits", "quality"),
     ("pipeline",),
-    ("triton", "gateway", "chat"),
+    ("triton", "gateway", "grpc_front", "chat"),
     ("__main__",),
 )
 LAYER_OF = {part: level for level, layer in enumerate(LAYERS) for part in layer}
