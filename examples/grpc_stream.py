@@ -1,6 +1,6 @@
 """Stream an answer over gRPC with NVIDIA's client alone (pip install 'tritonclient[grpc]').
 
-python examples/grpc_stream.py "What is the capital of France?" --url 127.0.0.1:8001
+python examples/grpc_stream.py "What is the capital of France?" --url 127.0.0.1:9001
 """
 
 import argparse
@@ -12,10 +12,13 @@ import numpy as np
 import tritonclient.grpc as triton
 
 
-def stream(url: str, request: dict):
-    """Yield the orchestrator's events for one OpenAI chat-completion request; raises its error."""
+def stream(url: str, request: dict, ca: str | None = None):
+    """Yield the orchestrator's events for one OpenAI chat-completion request; raises its error.
+
+    `ca` is a file with the certificates to trust; with it the connection uses TLS.
+    """
     responses: queue.Queue = queue.Queue()
-    with triton.InferenceServerClient(url) as client:
+    with triton.InferenceServerClient(url, ssl=ca is not None, root_certificates=ca) as client:
         client.start_stream(lambda result, error: responses.put((result, error)))
         body = triton.InferInput("request", [1], "BYTES")
         body.set_data_from_numpy(np.array([json.dumps(request)], dtype=np.object_))
@@ -38,11 +41,12 @@ def stream(url: str, request: dict):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question", nargs="?", default="What is the capital of France? Answer in one sentence.")
-    parser.add_argument("--url", default="127.0.0.1:8001", help="Triton's gRPC address (%(default)s)")
+    parser.add_argument("--url", default="127.0.0.1:9001", help="the gRPC front's address (%(default)s)")
+    parser.add_argument("--ca", metavar="PEM", help="use TLS, and trust these certificates")
     args = parser.parse_args()
     request = {"model": "auto", "messages": [{"role": "user", "content": args.question}], "stream": True}
     try:
-        for event in stream(args.url, request):
+        for event in stream(args.url, request, args.ca):
             for choice in event["choices"]:
                 print(choice["delta"].get("content", ""), end="", flush=True)
             if "rt" in event:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.chat import ChatError, chat_loop, chat_once
+from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import FLAGS, LOOPBACK, Ports
 from orchestrator.triton.process import StartError
 from orchestrator.triton.supervisor import ServeOptions, serve
@@ -17,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code (argparse itself exits with 2 on wrong usage)."""
     parser = argparse.ArgumentParser(prog="python -m orchestrator", description="Real-time AI on NVIDIA Triton.")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_serve(commands.add_parser("serve", help="run Triton and the gateway from an artifact"))
+    _add_serve(commands.add_parser("serve", help="run Triton, the gateway and the gRPC front from an artifact"))
     _add_chat(commands.add_parser("chat", help="talk to a running server in the terminal"))
     options = parser.parse_args(arguments)
     try:
@@ -33,6 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", type=Path, help="what `python -m build` made, such as artifacts/cpu")
     parser.add_argument("--host", default=ServeOptions.host, help="where the gateway listens (default %(default)s)")
+    parser.add_argument(
+        "--grpc-front-host", default=FrontOptions.host, help="where the gRPC front listens (default %(default)s)"
+    )
+    parser.add_argument("--grpc-front-cert", type=Path, metavar="PEM", help="the gRPC front's certificate chain")
+    parser.add_argument("--grpc-front-key", type=Path, metavar="PEM", help="its private key; both give it TLS")
     for flag, port in zip(FLAGS, Ports()):
         parser.add_argument(
             flag, type=_port, default=port, metavar="PORT", help="default %(default)s; 0 = choose a free one"
@@ -54,7 +60,14 @@ def _serve(options: argparse.Namespace) -> None:
             artifact=options.artifact,
             run_dir=options.run_dir or Path(".run", str(options.port)),
             host=options.host,
-            ports=Ports(options.port, options.triton_http_port, options.triton_grpc_port, options.triton_metrics_port),
+            front=FrontOptions(options.grpc_front_host, options.grpc_front_cert, options.grpc_front_key),
+            ports=Ports(
+                options.port,
+                options.triton_http_port,
+                options.triton_grpc_port,
+                options.triton_metrics_port,
+                options.grpc_front_port,
+            ),
             drain_timeout_s=options.drain_timeout_s,
         )
     )

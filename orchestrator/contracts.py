@@ -50,8 +50,12 @@ EVENT = TensorSpec("event", "TYPE_STRING", optional=False)
 
 
 # A request parameter: with it true, a request ends the running one of the same request id and is answered with an empty
-# final response. The gateway makes ids that nobody can guess; whoever uses ids of his own shares them at his own risk.
+# final response. The gateway makes ids that nobody can guess, the gRPC front replaces its callers' ids by such ones and
+# refuses the parameter; whoever uses ids of his own on Triton's port shares them at his own risk.
 CANCEL_PARAMETER = "cancel"
+
+# What the gRPC front serves to strangers: the models, and the inputs each takes. All else is refused there.
+FRONT_MODELS: dict[str, tuple[TensorSpec, ...]] = {ORCHESTRATOR_MODEL: (REQUEST,)}
 
 
 # --- engines -----------------------------------------------------------------------------------------------

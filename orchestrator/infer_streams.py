@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from grpc import aio
 from tritonclient.grpc import service_pb2_grpc
 
-from orchestrator.errors import EngineError
-from orchestrator.wire import is_end
+from orchestrator.errors import CancelledError, EngineError
+from orchestrator.wire import cancel_request, is_end
+
+# How long the orchestrator gets to end a request that nobody waits for. It takes one decode step.
+CANCEL_TIMEOUT_S = 10.0
 
 
 class InferStreams:
@@ -82,6 +86,8 @@ class InferStream:
         try:
             response = await self._call.read()
         except asyncio.CancelledError:
+            if self._is_broken:
+                raise EngineError("the stream to Triton was given up") from None
             self._is_broken = True  # gRPC ends a call whose reader is cancelled
             raise
         except aio.AioRpcError as error:
@@ -106,8 +112,67 @@ class InferStream:
         with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # it has ended already
             await self._call.done_writing()
 
+    def give_up(self) -> None:
+        """End the stream now, whatever runs on it."""
+        self._is_broken = True
+        self._call.cancel()
+
     def _broke(self, why: object) -> EngineError:
         self._is_broken = True
         if isinstance(why, aio.AioRpcError):
             why = f"{why.code().name}: {why.details()}"
         return EngineError(f"the stream to Triton broke: {why}")
+
+
+class Responses:
+    """The responses of one request to the orchestrator, for one reader. `cancel` ends the generation, at any time."""
+
+    def __init__(self, streams: InferStreams, request: Any) -> None:
+        """`request` is one of `wire.new_request`, with an id that nobody can guess; `read` sends it."""
+        self._streams = streams
+        self._request = request
+        self._stream: InferStream | None = None
+        self._is_cancelled = False
+        self._giving_up: asyncio.TimerHandle | None = None
+
+    async def read(self) -> AsyncGenerator[Any, None]:
+        """Each `ModelStreamInferResponse`; one with `error_message` is the last.
+
+        Closing it early cancels. Raises `EngineError` when Triton itself failed, `CancelledError` once cancelled.
+        """
+        self._raise_if_cancelled()
+        self._stream = stream = self._streams.borrow()
+        ended = False
+        try:
+            await stream.send(self._request)
+            while not ended:
+                response = await stream.receive()
+                self._raise_if_cancelled()
+                ended = is_end(response) or bool(response.error_message)
+                yield response
+        finally:
+            if not ended and not self._is_cancelled:
+                with contextlib.suppress(EngineError):  # a stream that broke has nothing to cancel
+                    await self.cancel()
+            await stream.drain()
+            await self._streams.give_back(stream)
+            self._stream = None
+            if self._giving_up is not None:
+                self._giving_up.cancel()
+
+    async def cancel(self) -> None:
+        """Tell the orchestrator that nobody waits any more. Raises `EngineError` when the stream broke.
+
+        On the stream of the request, which goes on to its end: Triton would let the orchestrator find a cancelled
+        stream only by polling, and leaks a request whose stream is cancelled as it ends.
+        """
+        if self._is_cancelled:
+            return
+        self._is_cancelled = True
+        if self._stream is not None:
+            self._giving_up = asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self._stream.give_up)
+            await self._stream.send(cancel_request(self._request.id))
+
+    def _raise_if_cancelled(self) -> None:
+        if self._is_cancelled:
+            raise CancelledError("the caller left")

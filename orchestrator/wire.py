@@ -12,7 +12,7 @@ from orchestrator import contracts
 from orchestrator.contracts import TensorSpec
 
 # Parameters of Triton's gRPC protocol for decoupled models: ask for the end as a response of its own; read it there.
-_ASK_FOR_END = "triton_enable_empty_final_response"
+ASK_FOR_END = "triton_enable_empty_final_response"
 _IS_END = "triton_final_response"
 
 _NUMPY = {"TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_UINT64": np.uint64, "TYPE_FP32": np.float32}
@@ -21,8 +21,15 @@ _NUMPY = {"TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_UINT64": np.uint6
 def new_request(model: str, request_id: str = "") -> Any:
     """An empty `ModelInferRequest` for a decoupled model."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    request.parameters[_ASK_FOR_END].bool_param = True
+    ask_for_end(request)
     return request
+
+
+def ask_for_end(request: Any) -> bool:
+    """Have the end sent as a response of its own; returns whether the request asked for that already."""
+    asked = bool(request.parameters[ASK_FOR_END].bool_param)
+    request.parameters[ASK_FOR_END].bool_param = True
+    return asked
 
 
 def add_row(request: Any, spec: TensorSpec, *values: Any) -> None:
@@ -49,7 +56,24 @@ def find_output(response: Any, spec: TensorSpec) -> bytes | None:
 
 def is_end(response: Any) -> bool:
     """Whether this response is the last of its request."""
-    return bool(response.infer_response.parameters[_IS_END].bool_param)
+    parameters = response.infer_response.parameters
+    return _IS_END in parameters and bool(parameters[_IS_END].bool_param)  # a look-up alone would add it
+
+
+def error_response(request_id: str, message: str) -> Any:
+    """The last `ModelStreamInferResponse` of a request that failed."""
+    response = service_pb2.ModelStreamInferResponse(error_message=message)
+    response.infer_response.id = request_id
+    response.infer_response.parameters[_IS_END].bool_param = True
+    return response
+
+
+def cancel_request(request_id: str) -> Any:
+    """The request that ends the orchestrator's running request of the same id."""
+    request = new_request(contracts.ORCHESTRATOR_MODEL, request_id)
+    add_string(request, contracts.REQUEST, b"")
+    request.parameters[contracts.CANCEL_PARAMETER].bool_param = True
+    return request
 
 
 def stop_request(model: str, request_id: str) -> Any:

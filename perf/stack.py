@@ -60,7 +60,7 @@ def running_stack(artifact: Path) -> Iterator[Stack]:
     """
     with tempfile.TemporaryDirectory(prefix="perf-") as folder:
         run_dir = Path(folder)
-        flags = ("--port", "--triton-http-port", "--triton-grpc-port", "--triton-metrics-port")
+        flags = ("--port", "--triton-http-port", "--triton-grpc-port", "--triton-metrics-port", "--grpc-front-port")
         command = [
             *(sys.executable, "-m", "orchestrator", "serve", str(artifact)),
             *(f"{flag}=0" for flag in flags),

@@ -21,6 +21,7 @@ import httpx
 
 START_TIMEOUT_S = 60.0
 CHAT_PATH = "/v1/chat/completions"
+PORTS = ("port", "triton-http-port", "triton-grpc-port", "triton-metrics-port", "grpc-front-port")
 T = TypeVar("T")
 
 
@@ -80,6 +81,7 @@ class Stack:
         self.facts = facts
         self.url: str = facts["gateway_url"]
         self.grpc_url: str = facts["triton_grpc_url"]
+        self.front_url: str = facts["grpc_front_url"]
         self._http = httpx.Client(base_url=self.url, timeout=30.0)
 
     # --- requests ---
@@ -182,13 +184,13 @@ class Stack:
 
 
 @contextmanager
-def running(artifact: Path, run_dir: Path) -> Iterator[Stack]:
+def running(artifact: Path, run_dir: Path, *flags: str) -> Iterator[Stack]:
     """A server of `artifact`, ready; stopped at the end."""
-    ports = [f"--{name}=0" for name in ("port", "triton-http-port", "triton-grpc-port", "triton-metrics-port")]
+    ports = [f"--{name}=0" for name in PORTS]
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "orchestrator", "serve", str(artifact)),
-            *(f"--run-dir={run_dir}", "--drain-timeout-s=5", *ports),
+            *(f"--run-dir={run_dir}", "--drain-timeout-s=5", *ports, *flags),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

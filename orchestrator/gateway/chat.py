@@ -13,9 +13,6 @@ from orchestrator.errors import ApiError, EngineError, InvalidRequestError, Shut
 from orchestrator.gateway.triton_client import EventStream, TritonClient
 from orchestrator.request import MAX_REQUEST_BYTES, Kind, parse_request
 
-# How long the orchestrator gets to end a call that nobody waits for. It takes one decode step.
-CANCEL_TIMEOUT_S = 10.0
-
 _FORWARDED = {name.encode() for name in FORWARDED_HEADERS}
 _JSON = [(b"content-type", b"application/json")]
 # The last tells nginx and its kin not to buffer.
@@ -48,12 +45,9 @@ class Completions:
             return
         headers = [(name.decode(), value.decode("latin-1")) for name, value in scope["headers"] if name in _FORWARDED]
         events = self._triton.open(body, headers)
-        leaving = asyncio.create_task(_cancel_when_client_leaves(receive, events, asyncio.current_task()))
+        leaving = asyncio.create_task(_cancel_when_client_leaves(receive, events))
         try:
             await (_relay_stream if stream else _relay_answer)(events, send)
-        except asyncio.CancelledError:
-            if not leaving.done():
-                raise
         finally:
             leaving.cancel()
 
@@ -100,15 +94,12 @@ async def _relay_stream(events: EventStream, send: Send) -> None:
     await send({"type": "http.response.body", "body": last})
 
 
-async def _cancel_when_client_leaves(receive: Receive, events: EventStream, relay: asyncio.Task[None] | None) -> None:
-    """Ends the generation, whose end then ends the relay; the relay itself only when Triton does not answer."""
+async def _cancel_when_client_leaves(receive: Receive, events: EventStream) -> None:
+    """Ends the generation, whose end then ends the relay."""
     while (await receive())["type"] != "http.disconnect":
         pass
     with contextlib.suppress(ApiError):  # a broken stream ends the relay itself
         await events.cancel()
-    await asyncio.sleep(CANCEL_TIMEOUT_S)
-    if relay is not None:
-        relay.cancel()
 
 
 async def _read_body(receive: Receive) -> bytes:

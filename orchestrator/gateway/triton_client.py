@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any
 
 from grpc import aio
 from tritonclient.grpc import service_pb2
 
 from orchestrator import contracts
-from orchestrator.errors import CancelledError, EngineError, from_message
-from orchestrator.infer_streams import InferStream, InferStreams
-from orchestrator.wire import add_string, find_output, is_end, new_request, stop_request
+from orchestrator.errors import from_message
+from orchestrator.infer_streams import InferStreams, Responses
+from orchestrator.wire import add_string, find_output, new_request, stop_request
 
 READY_TIMEOUT_S = 2.0
 
@@ -34,7 +33,7 @@ class TritonClient:
         add_string(request, contracts.REQUEST, body)
         for name, value in headers:
             request.parameters[name].string_param = value
-        return EventStream(self._streams, request)
+        return EventStream(Responses(self._streams, request))
 
     async def find_not_ready(self, engines: Iterable[str]) -> list[str]:
         """What is not ready: "triton", "orchestrator", or names of `engines`; empty when all is.
@@ -67,52 +66,18 @@ class TritonClient:
 class EventStream:
     """The events of one call, for one reader. `cancel` ends the generation; it may be called at any time."""
 
-    def __init__(self, streams: InferStreams, request: Any) -> None:
-        self._streams = streams
-        self._request = request
-        self._stream: InferStream | None = None
-        self._is_cancelled = False
+    def __init__(self, responses: Responses) -> None:
+        self._responses = responses
+        self.cancel = responses.cancel
 
     async def read(self) -> AsyncGenerator[bytes, None]:
         """Each event's JSON.
 
         Raises the `ApiError` that the orchestrator sent, or `EngineError` when Triton itself failed.
         """
-        self._raise_if_cancelled()
-        self._stream = stream = self._streams.borrow()
-        ended = False
-        try:
-            await stream.send(self._request)
-            while not ended:
-                response = await stream.receive()
-                self._raise_if_cancelled()
-                ended = is_end(response)
+        async with contextlib.aclosing(self._responses.read()) as reading:
+            async for response in reading:
                 if response.error_message:
-                    ended = True
                     raise from_message(response.error_message)
                 if raw := find_output(response, contracts.EVENT):
                     yield raw[4:]  # one STRING element: a length of 4 bytes, then the text
-        finally:
-            if not ended and not self._is_cancelled:
-                with contextlib.suppress(EngineError):  # a stream that broke has nothing to cancel
-                    await self.cancel()
-            self._stream = None
-            await stream.drain()
-            await self._streams.give_back(stream)
-
-    async def cancel(self) -> None:
-        """Tell the orchestrator that nobody waits for the answer any more; `read` then ends with an error.
-
-        Said on the stream of the request, which goes on: Triton itself would let the orchestrator find a cancelled
-        stream only by polling.
-        """
-        self._is_cancelled = True
-        if self._stream is not None:
-            request = new_request(contracts.ORCHESTRATOR_MODEL, self._request.id)
-            add_string(request, contracts.REQUEST, b"")
-            request.parameters[contracts.CANCEL_PARAMETER].bool_param = True
-            await self._stream.send(request)
-
-    def _raise_if_cancelled(self) -> None:
-        if self._is_cancelled:
-            raise CancelledError("the caller left")

@@ -1,4 +1,4 @@
-"""The four TCP ports of `serve`: checked before anything starts, so a taken one is named at once."""
+"""The TCP ports of `serve`: checked before anything starts, so a taken one is named at once."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ class Ports(NamedTuple):
     triton_http: int = 8000
     triton_grpc: int = 8001
     triton_metrics: int = 8002
+    grpc_front: int = 9001
 
 
-FLAGS = ("--port", "--triton-http-port", "--triton-grpc-port", "--triton-metrics-port")
+FLAGS = ("--port", "--triton-http-port", "--triton-grpc-port", "--triton-metrics-port", "--grpc-front-port")
 
 
-def settle(ports: Ports, host: str) -> Ports:
-    """Check each port (the gateway's on `host`, Triton's on loopback) and replace each 0 by a free one.
+def settle(ports: Ports, host: str, front_host: str = LOOPBACK) -> Ports:
+    """Check each port (the gateway's on `host`, the gRPC front's on `front_host`, Triton's on loopback) and replace
+    each 0 by a free one.
 
     Raises `StartError` naming flag and port when one is taken, given twice or not allowed.
     """
     settled: list[int] = []
-    for flag, port, address in zip(FLAGS, ports, (host, LOOPBACK, LOOPBACK, LOOPBACK)):
+    for flag, port, address in zip(FLAGS, ports, (host, LOOPBACK, LOOPBACK, LOOPBACK, front_host)):
         if port == 0:
             port = _choose(address, settled)
         elif port in settled:

@@ -61,6 +61,7 @@ class Child:
         self.name = name
         self.log = log
         self._needed: dict[int, str] = {}
+        self._is_asked_to_end = False
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
                 command,
@@ -106,10 +107,15 @@ class Child:
             pid: " ".join(_read_or_empty(Path("/proc", str(pid), "cmdline")).split("\0")[:2]) for pid in pids
         }
 
-    def stop(self, timeout_s: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
-        """SIGTERM, then wait; SIGKILL to the whole group after `timeout_s`, or as soon as `is_urgent()`."""
-        if self.is_running():
+    def ask_to_end(self) -> None:
+        """SIGTERM, once: to some programs a second one says to hurry."""
+        if not self._is_asked_to_end and self.is_running():
             self._process.send_signal(signal.SIGTERM)
+        self._is_asked_to_end = True
+
+    def stop(self, timeout_s: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """Ask it to end, then wait; SIGKILL to the whole group after `timeout_s`, or as soon as `is_urgent()`."""
+        self.ask_to_end()
         deadline_s = time.monotonic() + timeout_s
         while self.is_running() and time.monotonic() < deadline_s and not is_urgent():
             time.sleep(POLL_INTERVAL_S)

@@ -95,8 +95,8 @@ def launch(
     """How to start `install` on loopback, serving `model_repository`, all models at boot and none after it.
 
     Writes only below `run_dir`. `shm_prefix` begins the names of everything it puts into /dev/shm.
-    `restricted_key` is what callers of the restricted APIs must send; processes of the same user can read it
-    in the command line.
+    `restricted_key` is what callers of the restricted APIs must send. Triton takes it on its command line alone, which
+    all users of the machine can read (/proc/<pid>/cmdline): it keeps out who reaches the port, not who is logged in.
     Raises `StartError` when the Python stub's libpython cannot be found.
     """
     restricted = f"{','.join(RESTRICTED_APIS)}:{_RESTRICTED_KEY_HEADER}={restricted_key}"

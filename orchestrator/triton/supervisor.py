@@ -1,8 +1,8 @@
-"""`python -m orchestrator serve`: Triton and the gateway as children, started, watched and stopped in order.
+"""`python -m orchestrator serve`: Triton, gateway and gRPC front as children, started, watched and stopped in order.
 
-Check artifact, ports and Triton; start Triton, wait until it is ready; the same with the gateway; watch.
-A signal: the gateway drains and ends, then Triton, and `serve` returns.
-A dead child: the other one ends, and `ChildDied` shows the last lines of the dead one's log.
+Check artifact, ports and Triton; start Triton, wait until it is ready; the same with the two before it; watch.
+A signal: gateway and front drain and end, then Triton, and `serve` returns.
+A dead child: the others end, and `ChildDied` shows the last lines of the dead one's log.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.triton.artifact import Artifact, check_artifact
+from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
 from orchestrator.triton.process import POLL_INTERVAL_S, Child, Cleaner, StartError
 from orchestrator.triton.server import TritonInstall, TritonLaunch, find_triton, launch
 
 READY_FILE = "serve.json"
-# After one child died, the other one's streams have lost what they need; it only has to tell its clients.
+# After one child died, the others' streams have lost what they need; it only has to tell its clients.
 _FAILURE_DRAIN_S = 5.0
 # Triton ends its in-flight requests itself after --exit-timeout-secs; this much later it counts as stuck.
 _EXIT_MARGIN_S = 5.0
@@ -33,7 +35,7 @@ _PROBE_TIMEOUT_S = 2.0
 
 
 class ChildDied(StartError):
-    """Triton or the gateway ended although nobody asked it to."""
+    """Triton, the gateway or the gRPC front ended although nobody asked it to."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class ServeOptions:
     artifact: Path
     run_dir: Path
     host: str = LOOPBACK
+    front: FrontOptions = FrontOptions()
     ports: Ports = Ports()
     drain_timeout_s: float = 30.0
 
@@ -53,6 +56,7 @@ class ServeFacts:
 
     triton: TritonInstall
     host: str
+    front_host: str
     ports: Ports
     run_dir: Path
 
@@ -61,18 +65,22 @@ class ServeFacts:
 
     @property
     def gateway_url(self) -> str:
-        host = LOOPBACK if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.ports.gateway}"
+        return f"http://{_reachable(self.host)}:{self.ports.gateway}"
+
+    @property
+    def grpc_front_url(self) -> str:
+        return f"{_reachable(self.front_host)}:{self.ports.grpc_front}"
 
     def as_json(self) -> str:
         facts = {
             "pid": os.getpid(),
             "triton": str(self.triton.binary),
             "gateway_url": self.gateway_url,
+            "grpc_front_url": self.grpc_front_url,
             "triton_http_url": f"http://{LOOPBACK}:{self.ports.triton_http}",
             "triton_grpc_url": f"{LOOPBACK}:{self.ports.triton_grpc}",
             "triton_metrics_url": f"http://{LOOPBACK}:{self.ports.triton_metrics}/metrics",
-            "logs": {"triton": str(self.log("triton")), "gateway": str(self.log("gateway"))},
+            "logs": {child: str(self.log(child)) for child in ("triton", "gateway", "grpc_front")},
         }
         return json.dumps(facts, indent=2) + "\n"
 
@@ -82,30 +90,40 @@ class ServeFacts:
         return f"""\
 ready
   gateway   {self.gateway_url}/v1
-  gRPC      {LOOPBACK}:{self.ports.triton_grpc}  (model `orchestrator`, ModelStreamInfer)
+  gRPC      {self.grpc_front_url}  (model `orchestrator`, ModelStreamInfer)
   metrics   http://{LOOPBACK}:{self.ports.triton_metrics}/metrics
   logs      {self.log("triton")}
             {self.log("gateway")}
+            {self.log("grpc_front")}
 try it:
   curl -N {self.gateway_url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{body}'"""
 
 
+def _reachable(host: str) -> str:
+    """An address to connect to what listens on `host`, as URLs write it."""
+    host = LOOPBACK if host in ("0.0.0.0", "::") else host
+    return f"[{host}]" if ":" in host else host
+
+
 def serve(options: ServeOptions) -> None:
-    """Run Triton and the gateway until SIGTERM or SIGINT; a second signal ends both at once.
+    """Run Triton, the gateway and the gRPC front until SIGTERM or SIGINT; a second signal ends all at once.
 
     Writes logs, `serve.json` (while ready) and Triton's backend folder into `options.run_dir`, which is made.
     Raises `StartError` when something keeps it from starting, `ChildDied` when a child ends by itself.
     """
     with Signals() as signals:
         artifact = check_artifact(options.artifact)
-        ports = settle(options.ports, options.host)
+        options.front.check()
+        ports = settle(options.ports, options.host, options.front.host)
         install = find_triton(os.environ.get("PATH", os.defpath))
         _say(f"serving {artifact.root} (target {artifact.target})")
         _say(f"Triton: {install.binary} (found in {install.source})")
+        if options.front.warning:
+            _say(options.front.warning)
         run_dir = options.run_dir.resolve()
         run_dir.mkdir(parents=True, exist_ok=True)
-        facts = ServeFacts(install, options.host, ports, run_dir)
+        facts = ServeFacts(install, options.host, options.front.host, ports, run_dir)
         with Cleaner() as cleaner:
             triton = launch(
                 install,
@@ -118,7 +136,8 @@ def serve(options: ServeOptions) -> None:
                 environ=os.environ,
             )
             gateway = gateway_command(artifact, options.host, ports, options.drain_timeout_s)
-            supervise(triton, gateway, facts, options.drain_timeout_s, signals, cleaner)
+            front = options.front.command(ports, options.drain_timeout_s)
+            supervise(triton, gateway, front, facts, options.drain_timeout_s, signals, cleaner)
 
 
 def gateway_command(artifact: Artifact, host: str, ports: Ports, drain_timeout_s: float) -> tuple[str, ...]:
@@ -136,15 +155,18 @@ def gateway_command(artifact: Artifact, host: str, ports: Ports, drain_timeout_s
 def supervise(
     triton: TritonLaunch,
     gateway: Sequence[str],
+    front: Sequence[str],
     facts: ServeFacts,
     drain_timeout_s: float,
     signals: Signals,
     cleaner: Cleaner,
 ) -> None:
-    """Start both children, tell when they are ready, wait for a signal or a death, leave nothing running."""
+    """Start the children, tell when they are ready, wait for a signal or a death, leave nothing running."""
     steps = (
         ("triton", triton.command, triton.env, _probe(LOOPBACK, facts.ports.triton_http, "/v2/health/ready")),
         ("gateway", gateway, None, _probe(facts.host, facts.ports.gateway, "/ready")),
+        # It listens as soon as it serves, and Triton is ready by then.
+        ("grpc_front", front, None, lambda: _accepts(facts.front_host, facts.ports.grpc_front)),
     )
     children: list[Child] = []
     ready_file = facts.run_dir / READY_FILE
@@ -162,10 +184,12 @@ def supervise(
             _say(facts.announce())
         _watch(children, signals)
         drain_limit_s = drain_timeout_s + _EXIT_MARGIN_S
-        _say("stopping: the gateway drains, then Triton ends (signal again to stop at once)")
+        _say("stopping: gateway and gRPC front drain, then Triton ends (signal again to stop at once)")
     finally:
         ready_file.unlink(missing_ok=True)
-        # The gateway first: it is the one that takes new requests and finishes those it has.
+        # Triton last: the others take new requests and finish those they have. They drain at the same time.
+        for child in children[1:]:
+            child.ask_to_end()
         for child in reversed(children):
             child.stop(drain_limit_s, is_urgent=lambda: signals.count > 1)
     _say("stopped")
@@ -214,6 +238,15 @@ def _probe(host: str, port: int, path: str) -> Callable[[], bool]:
             connection.close()
 
     return is_ready
+
+
+def _accepts(host: str, port: int) -> bool:
+    """Whether something accepts connections there."""
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _write_atomically(path: Path, text: str) -> None:

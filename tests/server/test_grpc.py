@@ -1,4 +1,4 @@
-"""The orchestrator over gRPC: the example, and clients that go past the gateway."""
+"""The orchestrator over gRPC: the example, and clients that go past the gateway, at the front and at Triton itself."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ from serving import Stack, script
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpc_stream.py"
 
 
+@pytest.fixture(params=["front", "triton"])
+def url(scripted_stack: Stack, request: pytest.FixtureRequest) -> str:
+    return {"front": scripted_stack.front_url, "triton": scripted_stack.grpc_url}[request.param]
+
+
 @pytest.fixture(scope="module")
 def stream() -> Callable[..., Any]:
     spec = importlib.util.spec_from_file_location("grpc_stream", EXAMPLE)
@@ -28,9 +33,9 @@ def stream() -> Callable[..., Any]:
     return module.stream
 
 
-def test_the_example_as_it_is_run(scripted_stack: Stack) -> None:
+def test_the_example_as_it_is_run(url: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "Hello?", "--url", scripted_stack.grpc_url],
+        [sys.executable, str(EXAMPLE), "Hello?", "--url", url],
         capture_output=True,
         text=True,
         timeout=30,
@@ -41,9 +46,9 @@ def test_the_example_as_it_is_run(scripted_stack: Stack) -> None:
     assert json.loads(rt)["tier"] == "simple"
 
 
-def test_grpc_and_http_give_the_same_events(scripted_stack: Stack, stream: Callable[..., Any]) -> None:
+def test_grpc_and_http_give_the_same_events(scripted_stack: Stack, url: str, stream: Callable[..., Any]) -> None:
     request = {"messages": script(text="One two.", itl_ms=20), "stream": True}
-    by_grpc = list(stream(scripted_stack.grpc_url, request))
+    by_grpc = list(stream(url, request))
     by_http = scripted_stack.stream(**request).events
     for events in (by_grpc, by_http):
         for event in events:
@@ -52,23 +57,23 @@ def test_grpc_and_http_give_the_same_events(scripted_stack: Stack, stream: Calla
     assert by_grpc == by_http
 
 
-def test_a_whole_answer(scripted_stack: Stack, stream: Callable[..., Any]) -> None:
-    (answer,) = stream(scripted_stack.grpc_url, {"messages": script(text="One two.")})
+def test_a_whole_answer(url: str, stream: Callable[..., Any]) -> None:
+    (answer,) = stream(url, {"messages": script(text="One two.")})
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"]["content"] == "One two."
 
 
-def test_an_error_is_openais_error_object(scripted_stack: Stack, stream: Callable[..., Any]) -> None:
+def test_an_error_is_openais_error_object(url: str, stream: Callable[..., Any]) -> None:
     with pytest.raises(triton.InferenceServerException) as got:
-        list(stream(scripted_stack.grpc_url, {"messages": []}))
+        list(stream(url, {"messages": []}))
     error = json.loads(got.value.message())["error"]
     assert (error["param"], error["code"]) == ("messages", "invalid_value")
 
 
-def test_leaving_ends_the_generation(scripted_stack: Stack, stream: Callable[..., Any]) -> None:
+def test_leaving_ends_the_generation(scripted_stack: Stack, url: str, stream: Callable[..., Any]) -> None:
     since = scripted_stack.log_length()
     request = {"messages": script(text="x " * 500, itl_ms=20), "stream": True, "max_tokens": 500}
-    events = stream(scripted_stack.grpc_url, request)
+    events = stream(url, request)
     next(events)
     events.close()
     assert scripted_stack.wait_for_log("request", since)["outcome"] == "cancelled"

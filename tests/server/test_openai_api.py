@@ -84,9 +84,7 @@ def test_choices_of_the_real_model_differ(real: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probs_of_the_real_model(real: openai.OpenAI, stream: bool) -> None:
-    answer = chat(
-        real, ask("What is the sun?"), temperature=0, max_tokens=8, logprobs=True, stream=stream
-    )
+    answer = chat(real, ask("What is the sun?"), temperature=0, max_tokens=8, logprobs=True, stream=stream)
     if stream:
         chunks = [chunk.choices[0] for chunk in answer if chunk.choices]
         text = "".join(chunk.delta.content or "" for chunk in chunks)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.replace("\\\n", "").splitlines() if line]
 PYTHON = [text for kind, text in BLOCKS if kind == "python"]
-FREE_PORTS = "--port 0 --triton-http-port 0 --triton-grpc-port 0 --triton-metrics-port 0"
+FREE_PORTS = "--port 0 --triton-http-port 0 --triton-grpc-port 0 --triton-metrics-port 0 --grpc-front-port 0"
 # The same commands with less work: what they measure is not what is tested here.
 SMALLER = {
     "perf overhead": "--requests 3 --scripted-requests 3",
@@ -49,8 +49,8 @@ def find(part: str) -> str:
 @pytest.fixture
 def at_stack(cpu_stack: Stack) -> Callable[[str], str]:
     """Puts the running server's addresses in the place of README's."""
-    grpc_url = cpu_stack.facts["triton_grpc_url"]
-    return lambda text: text.replace("http://127.0.0.1:8080", cpu_stack.url).replace("127.0.0.1:8001", grpc_url)
+    front_url = cpu_stack.front_url
+    return lambda text: text.replace("http://127.0.0.1:8080", cpu_stack.url).replace("127.0.0.1:9001", front_url)
 
 
 def test_no_command_is_left_out() -> None:
@@ -98,7 +98,7 @@ def test_openai(at_stack: Callable[[str], str]) -> None:
 
 
 def test_grpc_example(at_stack: Callable[[str], str], cpu_stack: Stack) -> None:
-    command = at_stack(find("grpc_stream") + " --url 127.0.0.1:8001")
+    command = at_stack(find("grpc_stream") + " --url 127.0.0.1:9001")
     *_, last = run(command).splitlines()
     assert json.loads(last)["tier"] == "simple"
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import grpc
 import pytest
+from serving import PORTS
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from orchestrator.triton.server import RESTRICTED_APIS
@@ -30,9 +31,7 @@ class Server:
 
     def __init__(self, artifact: Path, run_dir: Path, *flags: str) -> None:
         self.run_dir = run_dir
-        ports = [
-            f"{flag}=0" for flag in ("--port", "--triton-http-port", "--triton-grpc-port", "--triton-metrics-port")
-        ]
+        ports = [f"--{name}=0" for name in PORTS]
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -65,9 +64,9 @@ class Server:
         return self.process.returncode, out, err
 
     def children(self) -> dict[str, int]:
-        """The process ids of Triton and the gateway."""
+        """The process ids of Triton, the gateway and the gRPC front."""
         listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        names = {"tritonserver": "triton", "orchestrator.gateway": "gateway"}
+        names = {"tritonserver": "triton", "orchestrator.gateway": "gateway", "orchestrator.grpc_front": "grpc_front"}
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in map(int, listed)}
         return {names[mark]: pid for pid, command in commands.items() for mark in names if mark in command}
 
@@ -173,11 +172,11 @@ def test_the_restricted_apis_are_closed_on_both_protocols(start: Callable[..., S
         assert "x-triton-realtime-key" not in Path(log).read_text()
 
 
-def test_triton_listens_on_loopback_alone(start: Callable[..., Server], scripted: Path) -> None:
+def test_all_listen_on_loopback_alone(start: Callable[..., Server], scripted: Path) -> None:
     facts = start(scripted).wait_until_ready()
     ports = {
         int(facts[key].split(":")[-1].split("/")[0])
-        for key in ("gateway_url", "triton_http_url", "triton_grpc_url", "triton_metrics_url")
+        for key in ("gateway_url", "grpc_front_url", "triton_http_url", "triton_grpc_url", "triton_metrics_url")
     }
     listening = set()
     for table in ("tcp", "tcp6"):
@@ -190,8 +189,8 @@ def test_triton_listens_on_loopback_alone(start: Callable[..., Server], scripted
     assert listening == ports
 
 
-@pytest.mark.parametrize(("victim", "other"), [("triton", "gateway"), ("gateway", "triton")])
-def test_when_one_dies_the_other_stops(start: Callable[..., Server], scripted: Path, victim: str, other: str) -> None:
+@pytest.mark.parametrize("victim", ["triton", "gateway", "grpc_front"])
+def test_when_one_dies_the_others_stop(start: Callable[..., Server], scripted: Path, victim: str) -> None:
     server = start(scripted)
     facts = server.wait_until_ready()
     children = server.children()
@@ -201,7 +200,7 @@ def test_when_one_dies_the_other_stops(start: Callable[..., Server], scripted: P
     assert err.startswith(f"error: {victim} (pid {children[victim]}) was killed by SIGKILL\nlast lines of ")
     assert facts["logs"][victim] in err
     assert "\n  | " in err
-    assert not Path(f"/proc/{children[other]}").exists()
+    assert len(children) == 3 and not any(Path(f"/proc/{pid}").exists() for pid in children.values())
     assert not our_shared_memory(server.process.pid)
 
 

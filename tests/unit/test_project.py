@@ -90,7 +90,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("request", "engines", "limits", "quality"),
     ("generation",),
     ("pipeline",),
-    ("triton", "gateway", "chat"),
+    ("triton", "gateway", "grpc_front", "chat"),
     ("__main__",),
 )
 LAYER_OF = {part: level for level, layer in enumerate(LAYERS) for part in layer}

@@ -1,4 +1,4 @@
-"""The supervisor with small Python scripts in place of Triton and the gateway."""
+"""The supervisor with small Python scripts in place of Triton, the gateway and the gRPC front."""
 
 from __future__ import annotations
 
@@ -38,7 +38,13 @@ print(name, "says", "hello", flush=True)
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 DIES_AT_ONCE = "print('boom', flush=True); sys.exit(3)"
-DIES_LATER = "threading.Timer(1, lambda: (print('boom', flush=True), os._exit(4))).start()"
+DIES_LATER = """
+def die():
+    while not os.path.exists(os.path.join(os.path.dirname(order), "serve.json")):
+        threading.Event().wait(0.05)
+    print('boom', flush=True); os._exit(4)
+threading.Thread(target=die).start()
+"""
 IGNORES_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
@@ -46,19 +52,22 @@ class Fakes:
     """A supervisor on fake children."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.ports = settle(Ports(0, 0, 0, 0), LOOPBACK)
-        self.facts = ServeFacts(TritonInstall(Path("/t/tritonserver"), "PATH"), LOOPBACK, self.ports, run_dir)
+        self.ports = settle(Ports(0, 0, 0, 0, 0), LOOPBACK)
+        self.facts = ServeFacts(TritonInstall(Path("/t/tritonserver"), "PATH"), LOOPBACK, LOOPBACK, self.ports, run_dir)
         self.order = run_dir / "order"
         self.ready_file = run_dir / "serve.json"
 
     def command(self, name: str, port: int, behaviour: str = "") -> tuple[str, ...]:
         return (sys.executable, "-c", FAKE.format(behaviour=behaviour), name, str(port), str(self.order))
 
-    def run(self, signals: Signals, triton: str = "", gateway: str = "", drain_timeout_s: float = 5.0) -> None:
+    def run(
+        self, signals: Signals, triton: str = "", gateway: str = "", grpc_front: str = "", drain_timeout_s: float = 5.0
+    ) -> None:
         launch = TritonLaunch(self.command("triton", self.ports.triton_http, triton), os.environ)
         command = self.command("gateway", self.ports.gateway, gateway)
+        front = self.command("grpc_front", self.ports.grpc_front, grpc_front)
         with Cleaner() as cleaner:
-            supervise(launch, command, self.facts, drain_timeout_s, signals, cleaner)
+            supervise(launch, command, front, self.facts, drain_timeout_s, signals, cleaner)
 
     def is_ready(self) -> bool:
         return self.ready_file.exists()
@@ -114,22 +123,24 @@ def terminate() -> None:
 
 
 @pytest.mark.parametrize("send", [interrupt, terminate])
-def test_a_signal_stops_the_gateway_first(fakes: Fakes, when, send, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_stops_triton_last(fakes: Fakes, when, send, capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
     when(fakes.is_ready, lambda: (seen.append(json.loads(fakes.ready_file.read_text())), send()))
     with Signals() as signals:
         fakes.run(signals)
-    assert fakes.order.read_text().split() == ["gateway", "triton"]
+    *others, last = fakes.order.read_text().split()
+    assert (sorted(others), last) == (["gateway", "grpc_front"], "triton")
     assert not fakes.ready_file.exists()
     assert seen == [
         {
             "pid": os.getpid(),
             "triton": "/t/tritonserver",
             "gateway_url": f"http://127.0.0.1:{fakes.ports.gateway}",
+            "grpc_front_url": f"127.0.0.1:{fakes.ports.grpc_front}",
             "triton_http_url": f"http://127.0.0.1:{fakes.ports.triton_http}",
             "triton_grpc_url": f"127.0.0.1:{fakes.ports.triton_grpc}",
             "triton_metrics_url": f"http://127.0.0.1:{fakes.ports.triton_metrics}/metrics",
-            "logs": {"triton": str(fakes.facts.log("triton")), "gateway": str(fakes.facts.log("gateway"))},
+            "logs": {name: str(fakes.facts.log(name)) for name in ("triton", "gateway", "grpc_front")},
         }
     ]
     printed = capsys.readouterr().out
@@ -158,7 +169,19 @@ def test_what_does_not_drain_in_time_is_killed(fakes: Fakes, when, monkeypatch: 
     when(fakes.is_ready, terminate)
     with Signals() as signals:
         fakes.run(signals, gateway=IGNORES_SIGTERM, drain_timeout_s=0.2)
-    assert fakes.order.read_text().split() == ["triton"]
+    assert fakes.order.read_text().split() == ["grpc_front", "triton"]
+
+
+def test_gateway_and_front_drain_at_the_same_time(fakes: Fakes, when, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.triton.supervisor._EXIT_MARGIN_S", 0.0)
+    takes_a_second = "orderly = stop\ndef stop(*args):\n    import time; time.sleep(1); orderly()\n"
+    takes_a_second += "signal.signal(signal.SIGTERM, stop)"
+    stopping_s = []
+    when(fakes.is_ready, lambda: (stopping_s.append(time.monotonic()), terminate()))
+    with Signals() as signals:
+        fakes.run(signals, gateway=takes_a_second, grpc_front=takes_a_second)
+    assert sorted(fakes.order.read_text().split()[:2]) == ["gateway", "grpc_front"]
+    assert time.monotonic() - stopping_s[0] < 1.9
 
 
 # --- a dead child ------------------------------------------------------------------------------------------
@@ -173,9 +196,22 @@ def test_what_does_not_drain_in_time_is_killed(fakes: Fakes, when, monkeypatch: 
             "gateway (pid {}) ended with exit code 3\nlast lines of {}:\n",
             ["triton"],
         ),
-        ({"triton": DIES_LATER}, "triton (pid {}) ended with exit code 4\nlast lines of {}:\n", ["gateway"]),
-        ({"gateway": DIES_LATER}, "gateway (pid {}) ended with exit code 4\nlast lines of {}:\n", ["triton"]),
+        (
+            {"triton": DIES_LATER},
+            "triton (pid {}) ended with exit code 4\nlast lines of {}:\n",
+            ["gateway", "grpc_front"],
+        ),
+        (
+            {"gateway": DIES_LATER},
+            "gateway (pid {}) ended with exit code 4\nlast lines of {}:\n",
+            ["grpc_front", "triton"],
+        ),
         ({"gateway": "os.kill(os.getpid(), 9)"}, "gateway (pid {}) was killed by SIGKILL\n", ["triton"]),
+        (
+            {"grpc_front": DIES_LATER},
+            "grpc_front (pid {}) ended with exit code 4\nlast lines of {}:\n",
+            ["gateway", "triton"],
+        ),
     ],
 )
 def test_a_dead_child(fakes: Fakes, behaviours: dict[str, str], message: str, others: list[str]) -> None:
@@ -187,7 +223,7 @@ def test_a_dead_child(fakes: Fakes, behaviours: dict[str, str], message: str, ot
     assert text.startswith(message.format(pid, fakes.facts.log(name)))
     assert f"  | {name} says hello" in text
     assert ("  | boom" in text) == ("boom" in behaviours[name])
-    assert (fakes.order.read_text().split() if fakes.order.exists() else []) == others
+    assert sorted(fakes.order.read_text().split() if fakes.order.exists() else []) == others
     assert not fakes.ready_file.exists()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from orchestrator.triton import server
 from orchestrator.triton.artifact import check_artifact
+from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
 from orchestrator.triton.process import StartError
 from orchestrator.triton.server import TritonInstall, find_triton, launch
@@ -97,7 +98,7 @@ def launch_at(tmp_path: Path, install: TritonInstall, environ: dict[str, str]) -
     return launch(
         install,
         model_repository=tmp_path / "model_repository",
-        ports=Ports(1, 2, 3, 4),
+        ports=Ports(1, 2, 3, 4, 5),
         run_dir=tmp_path,
         shm_prefix="prefix-",
         restricted_key="secret",
@@ -251,8 +252,8 @@ def taken() -> int:
 
 
 def test_zero_becomes_a_free_port() -> None:
-    ports = settle(Ports(0, 0, 0, 0), LOOPBACK)
-    assert len(set(ports)) == 4
+    ports = settle(Ports(0, 0, 0, 0, 0), LOOPBACK)
+    assert len(set(ports)) == 5
     assert all(20000 <= port < 32768 for port in ports)
 
 
@@ -260,15 +261,57 @@ def test_a_taken_port_is_named(taken: int) -> None:
     with pytest.raises(
         StartError, match=rf"--triton-grpc-port {taken}: cannot listen .*\nfix: .*another --triton-grpc"
     ):
-        settle(Ports(0, 0, taken, 0), LOOPBACK)
+        settle(Ports(0, 0, taken, 0, 0), LOOPBACK)
 
 
 def test_a_port_given_twice() -> None:
-    (port, *_) = settle(Ports(0, 0, 0, 0), LOOPBACK)
+    (port, *_) = settle(Ports(0, 0, 0, 0, 0), LOOPBACK)
     with pytest.raises(StartError, match=f"--triton-http-port {port}: the same port is given twice"):
-        settle(Ports(port, port, 0, 0), LOOPBACK)
+        settle(Ports(port, port, 0, 0, 0), LOOPBACK)
 
 
 def test_an_unknown_host() -> None:
     with pytest.raises(StartError, match=r"--port 8080: cannot listen on 192\.0\.2\.1:8080"):
-        settle(Ports(8080, 0, 0, 0), "192.0.2.1")  # TEST-NET-1: nobody's address
+        settle(Ports(8080, 0, 0, 0, 0), "192.0.2.1")  # TEST-NET-1: nobody's address
+    with pytest.raises(StartError, match=r"--grpc-front-port 9001: cannot listen on 192\.0\.2\.1:9001"):
+        settle(Ports(0, 0, 0, 0, 9001), LOOPBACK, "192.0.2.1")
+
+
+# --- the gRPC front ----------------------------------------------------------------------------------------
+
+
+def test_the_fronts_command_line() -> None:
+    command = FrontOptions("0.0.0.0", Path("c.pem"), Path("k.pem")).command(Ports(1, 2, 3, 4, 5), 6.5)
+    assert command[1:] == (
+        *("-m", "orchestrator.grpc_front", "--triton-grpc", "127.0.0.1:3", "--host", "0.0.0.0", "--port", "5"),
+        *("--drain-timeout-s", "7", "--cert", "c.pem", "--key", "k.pem"),
+    )
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_beyond_loopback_without_tls_is_warned_of(host: str) -> None:
+    assert "without TLS" in (FrontOptions(host).warning or "")
+    assert FrontOptions(host, Path("c"), Path("k")).warning is None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
+def test_on_loopback_there_is_nothing_to_warn_of(host: str) -> None:
+    FrontOptions(host).check()
+    assert FrontOptions(host).warning is None
+
+
+def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
+    for options, message in (
+        (FrontOptions(cert=tmp_path / "c"), "--grpc-front-cert needs --grpc-front-key"),
+        (FrontOptions(key=tmp_path / "k"), "--grpc-front-key needs --grpc-front-cert"),
+        (FrontOptions(cert=tmp_path / "c", key=tmp_path / "k"), r"--grpc-front-cert .*: .*No such file.*\nfix: "),
+    ):
+        with pytest.raises(StartError, match=message):
+            options.check()
+
+
+def test_what_is_no_certificate(tmp_path: Path) -> None:
+    for name in ("c", "k"):
+        (tmp_path / name).write_text("no PEM")
+    with pytest.raises(StartError, match=r"--grpc-front-key .*: .*PEM.*\nfix: a certificate chain"):
+        FrontOptions(cert=tmp_path / "c", key=tmp_path / "k").check()

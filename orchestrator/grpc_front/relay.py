@@ -1,0 +1,193 @@
+"""One caller's inference: his requests to Triton under ids of ours, the responses back under his."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Iterable
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from grpc import aio
+from tritonclient.grpc import service_pb2
+
+from orchestrator.contracts import FORWARDED_HEADERS
+from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message
+from orchestrator.grpc_front.checks import check_request
+from orchestrator.infer_streams import InferStreams, Responses
+from orchestrator.wire import ask_for_end, error_response, is_end
+
+log = logging.getLogger("orchestrator.grpc_front")
+
+# Requests that one stream may have running. A caller with more opens more streams.
+MAX_LIVE_PER_STREAM = 64
+
+Metadata = Iterable[tuple[str, Any]]
+T = TypeVar("T")
+
+
+def parse(kind: type[Message], data: bytes) -> Any:
+    """Raises `InvalidRequestError` when `data` is no message of this kind."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequestError(f"the message is no {kind.DESCRIPTOR.name}") from error
+
+
+def prepare(streams: InferStreams, request: Any, metadata: Metadata) -> tuple[Responses, bool]:
+    """Check a caller's request and make it ours; returns its responses, and whether he asked for an empty last one.
+
+    Raises the `ApiError` that refuses it.
+
+    The orchestrator ends a request for whoever knows its id, so no id that a caller has chosen may reach it. Headers
+    become parameters as Triton makes them of metadata: a header wins over a parameter that the caller set.
+    """
+    check_request(request)
+    request.id = uuid.uuid4().hex
+    for name, value in metadata:
+        if name in FORWARDED_HEADERS:
+            request.parameters[name].string_param = value
+    wants_end = ask_for_end(request)
+    return Responses(streams, request), wants_end
+
+
+async def infer(streams: InferStreams, data: bytes, metadata: Metadata) -> Any:
+    """`ModelInfer`: the one response. Triton refuses this call for decoupled models; a whole answer fits it.
+
+    Raises the `ApiError` that the request was refused or answered with.
+    """
+    request = parse(service_pb2.ModelInferRequest, data)
+    request_id = request.id
+    responses, _ = prepare(streams, request, metadata)
+    reading = _keep(asyncio.create_task(_read_one(responses)))
+    try:
+        answer = await asyncio.shield(reading)
+    except asyncio.CancelledError:
+        await _cancel(responses)
+        raise
+    answer.id = request_id
+    return answer
+
+
+async def _read_one(responses: Responses) -> Any:
+    answer = None
+    async with aclosing(responses.read()) as reading:
+        async for response in reading:
+            if response.error_message:
+                raise from_message(response.error_message)
+            if not _is_empty(response):
+                if answer is not None:
+                    raise InvalidRequestError(
+                        "ModelInfer has one response, and this request is answered by several: "
+                        "call ModelStreamInfer, or ask for a whole answer (stream: false)"
+                    )
+                answer = response.infer_response
+    if answer is None:
+        raise from_message("the model ended without an answer")
+    return answer
+
+
+class StreamRelay:
+    """One `ModelStreamInfer` of a caller: any number of requests, answered side by side.
+
+    Each has a stream of its own to Triton, so each can be ended alone. A response is read from Triton when the one
+    before it was taken by the caller's connection: a caller that does not read holds one response here.
+    """
+
+    def __init__(self, streams: InferStreams, context: aio.ServicerContext) -> None:
+        self._streams = streams
+        self._context = context
+        self._metadata = context.invocation_metadata() or ()
+        self._live: dict[asyncio.Task[None], Responses] = {}
+        self._writing = asyncio.Lock()
+        self._reader = asyncio.create_task(self._read_requests())
+        self._is_draining = False
+        self._is_over = False
+
+    async def run(self) -> None:
+        """Until the caller has said all and has heard all, or until `drain`; cancelled when he leaves."""
+        try:
+            await asyncio.wait((self._reader,))
+            while self._live:
+                await asyncio.wait(self._live)
+            if self._is_draining:
+                await self._context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+            if self._reader.cancelled():
+                await self._context.abort(grpc.StatusCode.INTERNAL, "the gRPC front failed")
+            self._reader.result()
+        finally:
+            self._is_over = True
+            self._reader.cancel()
+            for responses in self._live.values():
+                _keep(asyncio.create_task(_cancel(responses)))
+
+    def drain(self) -> None:
+        """Take no more requests, and end with the last of those that run."""
+        self._is_draining = True
+        self._reader.cancel()
+
+    async def _read_requests(self) -> None:
+        while (data := await self._context.read()) is not aio.EOF:
+            request_id = ""
+            try:
+                request = parse(service_pb2.ModelInferRequest, data)
+                request_id = request.id
+                if len(self._live) >= MAX_LIVE_PER_STREAM:
+                    raise OverloadedError(
+                        f"{MAX_LIVE_PER_STREAM} requests run on this stream, which is the limit; open another one"
+                    )
+                responses, wants_end = prepare(self._streams, request, self._metadata)
+            except ApiError as error:
+                await self._write(error_response(request_id, error.to_message()))
+                continue
+            # Not cancelled when the caller leaves: it reads the end of what is then cancelled.
+            task = _keep(asyncio.create_task(self._relay(responses, request_id, wants_end)))
+            self._live[task] = responses
+            task.add_done_callback(self._ended)
+
+    async def _relay(self, responses: Responses, request_id: str, wants_end: bool) -> None:
+        try:
+            async with aclosing(responses.read()) as reading:
+                async for response in reading:
+                    if wants_end or not (is_end(response) and _is_empty(response)):
+                        response.infer_response.id = request_id
+                        await self._write(response)
+        except ApiError as error:
+            await self._write(error_response(request_id, error.to_message()))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._live[task]
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a response could not be relayed", exc_info=task.exception())
+            self._reader.cancel()
+
+    async def _write(self, response: Any) -> None:
+        async with self._writing:  # gRPC takes one message at a time
+            if self._is_over:
+                return
+            try:
+                await self._context.write(response.SerializeToString())
+            except aio.InternalError:
+                pass  # the caller has just left, and gRPC is about to cancel `run`
+
+
+# The loop itself keeps no reference to a task that outlives its caller.
+_kept: set[asyncio.Task[Any]] = set()
+
+
+def _keep(task: asyncio.Task[T]) -> asyncio.Task[T]:
+    _kept.add(task)
+    task.add_done_callback(_kept.discard)
+    return task
+
+
+async def _cancel(responses: Responses) -> None:
+    with suppress(ApiError):  # a stream that broke has nothing to cancel
+        await responses.cancel()
+
+
+def _is_empty(response: Any) -> bool:
+    return not response.error_message and not response.infer_response.outputs

@@ -1,0 +1,315 @@
+"""The gRPC front between real gRPC clients and a fake Triton, all in this process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from orchestrator import contracts
+from orchestrator.grpc_front.__main__ import run
+from orchestrator.grpc_front.server import Front, Server
+from orchestrator.infer_streams import InferStreams
+from orchestrator.wire import ASK_FOR_END, add_string, new_request
+
+Answer = Callable[[Any, Any], Awaitable[None]]
+
+# gRPC's asyncio part ends with its last object, whenever the garbage collector finds that, and then may wait forever
+# for its own thread. Begun once more than it is ended, it stays.
+aio.init_grpc_aio()
+
+
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers each request of a stream by `answer(request, context)`; keeps what it was sent."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.requests: list[Any] = []
+        self.cancelled: list[str] = []
+
+    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> None:
+        live: dict[str, asyncio.Task[None]] = {}
+        async for request in requests:
+            if contracts.CANCEL_PARAMETER in request.parameters:
+                self.cancelled.append(request.id)
+                await context.write(response(request, end=True))
+                live[request.id].cancel()
+                await context.write(response(request, end=True))
+                continue
+            self.requests.append(request)
+            live[request.id] = asyncio.create_task(self.answer(request, context))
+        await asyncio.gather(*live.values(), return_exceptions=True)
+
+
+def response(request: Any, payload: bytes | None = None, *, end: bool = False) -> Any:
+    """As Triton answers `request`."""
+    message = service_pb2.ModelStreamInferResponse()
+    message.infer_response.id = request.id
+    message.infer_response.parameters["triton_final_response"].bool_param = end
+    if payload is not None:
+        message.infer_response.outputs.add(name="event", datatype="BYTES", shape=[1])
+        message.infer_response.raw_output_contents.append(payload)
+    return message
+
+
+def make(request_id: str = "mine", *, asks_for_end: bool = True) -> Any:
+    request = new_request(contracts.ORCHESTRATOR_MODEL, request_id)
+    add_string(request, contracts.REQUEST, b"{}")
+    if not asks_for_end:
+        del request.parameters[ASK_FOR_END]
+    return request
+
+
+@asynccontextmanager
+async def fronted(answer: Answer) -> AsyncIterator[tuple[FakeTriton, Any, Front]]:
+    """A fake Triton, a stub that talks to it through the front, and the front."""
+    fake = FakeTriton(answer)
+    triton = aio.server()
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, triton)
+    port = triton.add_insecure_port("127.0.0.1:0")
+    await triton.start()
+    try:
+        streams = InferStreams(f"127.0.0.1:{port}")
+        front = Front(streams)
+        server = Server(front)
+        front_port = server.add_insecure_port(b"127.0.0.1:0")
+        await server.start()
+        try:
+            async with aio.insecure_channel(f"127.0.0.1:{front_port}") as to_front:
+                yield fake, service_pb2_grpc.GRPCInferenceServiceStub(to_front), front
+        finally:
+            await server.shutdown(None)
+            await streams.close()
+    finally:
+        await triton.stop(None)
+
+
+async def wait_for(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    async def poll() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(poll(), timeout_s)
+
+
+async def one_event_then_the_end(request: Any, context: Any) -> None:
+    await context.write(response(request, b"event"))
+    await context.write(response(request, end=True))
+
+
+def test_ids_are_ours_on_the_way_in_and_theirs_on_the_way_out() -> None:
+    async def scenario() -> None:
+        async with fronted(one_event_then_the_end) as (fake, stub, _):
+            responses = [got async for got in stub.ModelStreamInfer(iter((make("same"), make("same"), make(""))))]
+            assert sorted(got.infer_response.id for got in responses) == ["", "", *["same"] * 4]
+            ids = [request.id for request in fake.requests]
+            assert len(set(ids)) == 3 and all(len(request_id) == 32 for request_id in ids)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_empty_end_is_for_those_who_ask(asks: bool) -> None:
+    async def scenario() -> None:
+        async with fronted(one_event_then_the_end) as (fake, stub, _):
+            responses = [got async for got in stub.ModelStreamInfer(iter((make(asks_for_end=asks),)))]
+            assert len(responses) == (2 if asks else 1)
+            assert fake.requests[0].parameters[ASK_FOR_END].bool_param
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("call", ["ModelInfer", "ModelStreamInfer"])
+def test_headers_arrive_as_triton_forwards_them(call: str) -> None:
+    """As string parameters, exactly those of the contract; one of both wins as in Triton: the header."""
+
+    async def scenario() -> None:
+        async with fronted(one_event_then_the_end) as (fake, stub, _):
+            request = make()
+            request.parameters["x-deadline-ms"].string_param = "100"
+            request.parameters["traceparent"].string_param = "parameter"
+            metadata = (
+                ("x-deadline-ms", "500"),
+                ("authorization", "Bearer k"),
+                ("cookie", "c"),
+                ("x-bin-bin", b"\xff"),
+            )
+            if call == "ModelInfer":
+                await stub.ModelInfer(request, metadata=metadata)
+            else:
+                async for _ in stub.ModelStreamInfer(iter((request,)), metadata=metadata):
+                    pass
+            got = {name: value.string_param for name, value in fake.requests[0].parameters.items()}
+            del got[ASK_FOR_END]
+            assert got == {"x-deadline-ms": "500", "authorization": "Bearer k", "traceparent": "parameter"}
+
+    asyncio.run(scenario())
+
+
+def test_a_caller_that_leaves_is_told_to_triton_at_once() -> None:
+    async def never_ends(request: Any, context: Any) -> None:
+        await context.write(response(request, b"event"))
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with fronted(never_ends) as (fake, stub, _):
+            stream = stub.ModelStreamInfer()
+            for request_id in ("a", "b"):
+                await stream.write(make(request_id))
+            await stream.read(), await stream.read()
+            stream.cancel()
+            await wait_for(lambda: len(fake.cancelled) == 2, 1.0)
+            assert sorted(fake.cancelled) == sorted(request.id for request in fake.requests)
+            with pytest.raises(aio.AioRpcError):
+                await stub.ModelInfer(make(), timeout=0.2)
+            await wait_for(lambda: len(fake.cancelled) == 3, 1.0)
+
+    asyncio.run(scenario())
+
+
+def test_no_more_rpcs_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one connection they wait their turn; beyond all connections' limit they are refused."""
+    monkeypatch.setattr("orchestrator.grpc_front.server._MAX_RPCS", 130)
+
+    async def scenario() -> None:
+        async with fronted(one_event_then_the_end) as (_, stub, front):
+            streams = [stub.ModelStreamInfer() for _ in range(135)]
+            await wait_for(lambda: len(front._relays) == 128)
+            await asyncio.sleep(0.2)
+            assert len(front._relays) == 128
+            for stream in streams:
+                stream.cancel()
+            await wait_for(lambda: not front._relays)
+            monkeypatch.undo()
+
+    asyncio.run(scenario())
+
+    async def crowd() -> None:
+        monkeypatch.setattr("orchestrator.grpc_front.server._MAX_RPCS", 3)
+        async with fronted(one_event_then_the_end) as (_, stub, front):
+            streams = [stub.ModelStreamInfer() for _ in range(3)]
+            await wait_for(lambda: len(front._relays) == 3)
+            with pytest.raises(aio.AioRpcError) as caught:
+                await stub.ServerLive(service_pb2.ServerLiveRequest())
+            assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            streams[0].cancel()
+            await wait_for(lambda: len(front._relays) == 2)
+            await stub.ModelStreamInfer(iter((make(),))).read()
+
+    asyncio.run(crowd())
+
+
+def test_a_server_that_ends_by_itself_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ends(self: Server, timeout_s: float | None) -> None:
+        return None
+
+    monkeypatch.setattr(Server, "wait_for_termination", ends)
+    args = argparse.Namespace(triton_grpc="127.0.0.1:1", host="127.0.0.1", port=0, cert=None, drain_timeout_s=1)
+    with pytest.raises(SystemExit, match="ended by itself"):
+        asyncio.run(run(args))
+
+
+def test_what_has_ended_is_not_cancelled() -> None:
+    async def scenario() -> None:
+        async with fronted(one_event_then_the_end) as (fake, stub, _):
+            stream = stub.ModelStreamInfer()
+            await stream.write(make())
+            await stream.read(), await stream.read()
+            stream.cancel()
+            await asyncio.sleep(0.1)
+            assert fake.cancelled == []
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_reader_holds_triton_back() -> None:
+    """Of 64 MB that Triton has to say, what the two connections' windows hold is taken from it, and no more."""
+    said = 0
+
+    async def says_much(request: Any, context: Any) -> None:
+        nonlocal said
+        for _ in range(1000):
+            await context.write(response(request, bytes(64 << 10)))
+            said += 1
+        await context.write(response(request, end=True))
+
+    async def scenario() -> None:
+        async with fronted(says_much) as (_, stub, _):
+            stream = stub.ModelStreamInfer(iter((make(),)))
+            await stream.read()
+            await asyncio.sleep(0.5)
+            held = said
+            await asyncio.sleep(0.3)
+            assert said == held < 300
+            num_rest = 0
+            while await stream.read() is not aio.EOF:
+                num_rest += 1
+            assert num_rest == 1000  # nothing is lost
+
+    asyncio.run(scenario())
+
+
+def test_triton_refuses_a_request_itself() -> None:
+    """With a text and no mark of an end."""
+
+    async def refuses(request: Any, context: Any) -> None:
+        await context.write(service_pb2.ModelStreamInferResponse(error_message="no such version"))
+
+    async def scenario() -> None:
+        async with fronted(refuses) as (_, stub, _):
+            (got,) = [got async for got in stub.ModelStreamInfer(iter((make(),)))]
+            assert (got.error_message, got.infer_response.id) == ("no such version", "mine")
+            with pytest.raises(aio.AioRpcError, match="no such version") as caught:
+                await stub.ModelInfer(make())
+            assert caught.value.code() == grpc.StatusCode.INTERNAL
+
+    asyncio.run(scenario())
+
+
+def test_triton_ends_in_the_midst() -> None:
+    async def breaks(request: Any, context: Any) -> None:
+        await context.write(response(request, b"event"))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+
+    async def scenario() -> None:
+        async with fronted(breaks) as (_, stub, _):
+            first, last = [got async for got in stub.ModelStreamInfer(iter((make(),)))]
+            assert first.infer_response.outputs
+            error = json.loads(last.error_message)["error"]
+            assert error["code"] == "engine_error" and "UNAVAILABLE: broken" in error["message"]
+            assert last.infer_response.parameters["triton_final_response"].bool_param
+
+    asyncio.run(scenario())
+
+
+def test_draining_ends_streams_that_are_idle_and_lets_the_others_finish() -> None:
+    go = asyncio.Event()
+
+    async def waits(request: Any, context: Any) -> None:
+        await context.write(response(request, b"one"))
+        await go.wait()
+        await context.write(response(request, b"two", end=True))
+
+    async def scenario() -> None:
+        async with fronted(waits) as (_, stub, front):
+            idle, busy = stub.ModelStreamInfer(), stub.ModelStreamInfer(iter((make(),)))
+            await idle.wait_for_connection(), await busy.read()
+            await wait_for(lambda: len(front._relays) == 2)
+            front.drain()
+            with pytest.raises(aio.AioRpcError, match="shutting down"):
+                await idle.read()
+            go.set()
+            assert (await busy.read()).infer_response.raw_output_contents == [b"two"]
+            with pytest.raises(aio.AioRpcError, match="shutting down") as caught:
+                await busy.read()
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(scenario())
