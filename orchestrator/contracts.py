@@ -81,9 +81,17 @@ SEED = _scalar("seed", "TYPE_UINT64")
 EXCLUDE_INPUT_IN_OUTPUT = _scalar("exclude_input_in_output", "TYPE_BOOL")
 STREAMING = _scalar("streaming", "TYPE_BOOL")
 STOP = _scalar("stop", "TYPE_BOOL")
+RETURN_LOG_PROBS = _scalar("return_log_probs", "TYPE_BOOL")
+# Word lists, [2, n]: row 0 the token ids of all words one after the other, row 1 where each word ends, then -1.
+STOP_WORDS_LIST = _vector("stop_words_list", "TYPE_INT32", 2, -1)
+BAD_WORDS_LIST = _vector("bad_words_list", "TYPE_INT32", 2, -1)
+GUIDED_DECODING_GUIDE_TYPE = _vector("guided_decoding_guide_type", "TYPE_STRING", 1)
+GUIDED_DECODING_GUIDE = _vector("guided_decoding_guide", "TYPE_STRING", 1)
 
 OUTPUT_IDS = TensorSpec("output_ids", "TYPE_INT32", (-1, -1), optional=False)
 SEQUENCE_LENGTH = TensorSpec("sequence_length", "TYPE_INT32", (-1,), optional=False)
+CUM_LOG_PROBS = TensorSpec("cum_log_probs", "TYPE_FP32", (-1,))
+OUTPUT_LOG_PROBS = TensorSpec("output_log_probs", "TYPE_FP32", (-1, -1))
 
 # In NVIDIA's order. Typed by hand from TensorRT-LLM's template; types that the template leaves to the build
 # are FP32 for logits and FP16 for embedding tables and encoder features.
@@ -101,8 +109,8 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
     _scalar("draft_acceptance_threshold", "TYPE_FP32"),
     END_ID,
     PAD_ID,
-    _vector("stop_words_list", "TYPE_INT32", 2, -1),
-    _vector("bad_words_list", "TYPE_INT32", 2, -1),
+    STOP_WORDS_LIST,
+    BAD_WORDS_LIST,
     _vector("embedding_bias", "TYPE_FP32"),
     _scalar("beam_width", "TYPE_INT32"),
     TEMPERATURE,
@@ -119,7 +127,7 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
     PRESENCE_PENALTY,
     FREQUENCY_PENALTY,
     SEED,
-    _scalar("return_log_probs", "TYPE_BOOL"),
+    RETURN_LOG_PROBS,
     _scalar("return_context_logits", "TYPE_BOOL"),
     _scalar("return_generation_logits", "TYPE_BOOL"),
     _scalar("return_perf_metrics", "TYPE_BOOL"),
@@ -145,8 +153,8 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
     _vector("retention_token_range_durations_ms", "TYPE_INT32"),
     _vector("retention_decode_priority", "TYPE_INT32", 1),
     _vector("retention_decode_duration_ms", "TYPE_INT32", 1),
-    _vector("guided_decoding_guide_type", "TYPE_STRING", 1),
-    _vector("guided_decoding_guide", "TYPE_STRING", 1),
+    GUIDED_DECODING_GUIDE_TYPE,
+    GUIDED_DECODING_GUIDE,
     _vector("lookahead_window_size", "TYPE_INT32", 1),
     _vector("lookahead_ngram_size", "TYPE_INT32", 1),
     _vector("lookahead_verification_set_size", "TYPE_INT32", 1),
@@ -155,8 +163,8 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
 ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
     OUTPUT_IDS,
     SEQUENCE_LENGTH,
-    TensorSpec("cum_log_probs", "TYPE_FP32", (-1,)),
-    TensorSpec("output_log_probs", "TYPE_FP32", (-1, -1)),
+    CUM_LOG_PROBS,
+    OUTPUT_LOG_PROBS,
     TensorSpec("context_logits", "TYPE_FP32", (-1, -1)),
     TensorSpec("generation_logits", "TYPE_FP32", (-1, -1, -1)),
     TensorSpec("batch_index", "TYPE_INT32"),

@@ -8,7 +8,7 @@ scripted one) is a `Stepper`; `engines.worker` is the process that steps it, `en
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -23,6 +23,10 @@ class EngineRequest:
 
     `input_ids` are the prompt's token ids. At most `max_new_tokens` are generated. `end_id` of None never stops.
     Sampling is greedy unless `sample` is true; `top_k` of 0 means all tokens, `seed` of None a random one.
+
+    `stop_words` and `bad_words` are sequences of token ids: the output ends with the first stop word in it, which it
+    keeps, and holds no bad word. `log_probs` asks for one log probability a token. `guide_type` (one of
+    `parsing.GUIDE_TYPES`) with `guide` is what the text must follow; both None is free text.
     """
 
     request_id: str
@@ -38,14 +42,23 @@ class EngineRequest:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
+    stop_words: list[list[int]] = field(default_factory=list)
+    bad_words: list[list[int]] = field(default_factory=list)
+    log_probs: bool = False
+    guide_type: str | None = None
+    guide: str | None = None
 
 
 class Chunk(NamedTuple):
-    """New tokens of one request. The last chunk has `finished` true and may be empty; `error` ends it as failed."""
+    """New tokens of one request. The last chunk has `finished` true and may be empty; `error` ends it as failed.
+
+    `log_probs` holds the natural logarithm of each token's probability; None when the request did not ask.
+    """
 
     token_ids: list[int]
     finished: bool = False
     error: str | None = None
+    log_probs: list[float] | None = None
 
 
 Deliver = Callable[[Chunk], None]

@@ -6,11 +6,14 @@ For tests and measurements that need bytes or timing no real model gives on dema
     {"text": "..."} or {"token_ids": [[1], [2, 3], []]}   the answer; with text, one token of the tokenizer a step
     "per_char": true                one character a step instead (each by its own token ids)
     "first_token_ms", "itl_ms"      when the first chunk comes, and the gap between chunks
+    "log_probs": [-0.5, ...]        the tokens' log probabilities, for a request that asks for them
     "fail_after": n                 the request fails after n chunks
     "die_after": n                  the whole engine fails after n chunks
 
-A text ends with the request's end id, `token_ids` end as they are; `request_output_len` cuts both. A prompt without
-a script gets DEFAULT_TEXT. Times not given are the target's `first_token_ms` and `itl_ms`.
+A text ends with the request's end id, `token_ids` end as they are; `request_output_len` and stop words cut both. A
+prompt without a script gets DEFAULT_TEXT. Times not given are the target's `first_token_ms` and `itl_ms`, log
+probabilities not given DEFAULT_LOG_PROB. A guide is checked for its type and size and then not followed: the answer
+is the script's. Bad words are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import heapq
 import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
+from orchestrator import contracts
 from orchestrator.engines import Chunk, EngineRefusal, EngineRequest
+from orchestrator.engines.words import StopWords, check_ids
 
 DEFAULT_TEXT = "The scripted engine answers."
+DEFAULT_LOG_PROB = -0.25
 MARK = "#script"
 
 
@@ -43,6 +49,7 @@ class Script(BaseModel):
     per_char: bool = False
     first_token_ms: float = Field(default=0, ge=0, le=60_000)
     itl_ms: float = Field(default=0, ge=0, le=60_000)
+    log_probs: list[float] = Field(default_factory=list)
     fail_after: int | None = None
     die_after: int | None = None
 
@@ -62,12 +69,17 @@ class Settings(BaseModel):
 
 @dataclass(slots=True)
 class Sequence:
-    """A running script: `chunks` still to come, `num_sent` already sent, `num_tokens_left` before the cut."""
+    """A running script: `chunks` still to come, `num_sent` already sent, `num_tokens_left` before the cut.
+
+    `log_probs` are those of the tokens still to come; None when the request did not ask for them.
+    """
 
     request_id: str
     script: Script
     chunks: list[list[int]]
     num_tokens_left: int
+    stop_words: StopWords
+    log_probs: Iterator[float] | None
     num_sent: int = 0
     stopped: bool = field(default=False)
 
@@ -89,8 +101,22 @@ class ScriptedStepper:
         return cls(Tokenizer.from_file(str(model_dir / "tokenizer" / "tokenizer.json")), settings)
 
     def add(self, request: EngineRequest) -> None:
+        for word in request.stop_words:
+            check_ids(contracts.STOP_WORDS_LIST.name, word, self._settings.vocab_size)
+        if request.bad_words:
+            raise EngineRefusal(
+                f"{contracts.BAD_WORDS_LIST.name}: the scripted engine cannot avoid words; leave it out"
+            )
         script = self._read_script(request)
-        sequence = Sequence(request.request_id, script, self._chunks(script, request.end_id), request.max_new_tokens)
+        log_probs = itertools.chain(script.log_probs, itertools.repeat(DEFAULT_LOG_PROB))
+        sequence = Sequence(
+            request.request_id,
+            script,
+            self._chunks(script, request.end_id),
+            request.max_new_tokens,
+            StopWords(request.stop_words),
+            log_probs if request.log_probs else None,
+        )
         self._sequences[request.request_id] = sequence
         self._schedule(sequence, script.first_token_ms)
 
@@ -121,14 +147,18 @@ class ScriptedStepper:
             del self._sequences[sequence.request_id]
             return Chunk([], finished=True, error="the script says fail")
         token_ids = sequence.chunks.pop(0)[: sequence.num_tokens_left] if sequence.chunks else []
+        cut = sequence.stop_words.cut(token_ids)
+        token_ids = token_ids[:cut]
+        log_probs = None if sequence.log_probs is None else list(itertools.islice(sequence.log_probs, len(token_ids)))
         sequence.num_sent += 1
         sequence.num_tokens_left -= len(token_ids)
         must_fail = sequence.num_sent in (script.fail_after, script.die_after)
-        if not must_fail and (sequence.num_tokens_left == 0 or not sequence.chunks):
+        at_end = cut is not None or sequence.num_tokens_left == 0 or not sequence.chunks
+        if not must_fail and at_end:
             del self._sequences[sequence.request_id]
-            return Chunk(token_ids, finished=True)
+            return Chunk(token_ids, finished=True, log_probs=log_probs)
         self._schedule(sequence, script.itl_ms)
-        return Chunk(token_ids)
+        return Chunk(token_ids, log_probs=log_probs)
 
     def _schedule(self, sequence: Sequence, delay_ms: float) -> None:
         heapq.heappush(self._due, (time.monotonic() + delay_ms / 1000, next(self._count), sequence))
