@@ -295,7 +295,17 @@ def _guess_kind(body: bytes) -> Kind:
 def _checked_completion(request: CompletionRequest) -> CompletionRequest:
     if not request.prompt:
         raise InvalidRequestError("prompt: must not be empty", param="prompt")
+    _check_guided(request, is_guided=request.guide is not None)
     return request
+
+
+def _check_guided(request: GenerationRequest, *, is_guided: bool) -> None:
+    """A text that must match something ends where it matches, so nothing may keep it from ending."""
+    for param, is_set in (("ignore_eos", request.ignore_eos), ("min_tokens", bool(request.min_tokens))):
+        if is_guided and is_set:
+            raise InvalidRequestError(
+                f"{param}: cannot be combined with response_format, guided_regex or a forced tool call", param=param
+            )
 
 
 def _checked_chat(request: ChatRequest) -> ChatRequest:
@@ -320,6 +330,7 @@ def _checked_chat(request: ChatRequest) -> ChatRequest:
                 f"tool_choice.function.name: {name!r} is not among tools; one of {', '.join(names)}",
                 param="tool_choice.function.name",
             )
+    _check_guided(request, is_guided=guide is not None or request.must_call)
     if request.offered_tools and request.logprobs:
         raise InvalidRequestError("logprobs: cannot be combined with tools", param="logprobs")
     if request.offered_tools and guide is not None:

@@ -1,11 +1,20 @@
-"""OpenVINO GenAI's continuous batching on the CPU: paged KV cache, prefix cache, chunked prefill, prompt lookup."""
+"""OpenVINO GenAI's continuous batching on the CPU: paged KV cache, prefix cache, chunked prefill, prompt lookup.
+
+A guided request waits beside the others' steps until its guide has been tried in another process (`guide_checker`) and
+then compiled in this one (`guides`), by a thread of the lowest priority. A guide that is known costs neither.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 import secrets
+import sys
+import threading
+import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +23,11 @@ import openvino
 import openvino_genai as genai
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from orchestrator import contracts
 from orchestrator.engines import Chunk, EngineRefusal, EngineRequest
+from orchestrator.engines.guide_checker import MAX_VERDICTS, Guide, GuideChecker
+from orchestrator.engines.guides import COMPILE_NICENESS, GuideCompiler, to_structured_output
+from orchestrator.engines.words import StopWords, check_ids
 
 # Tokens in one KV block of OpenVINO's CPU plugin (its paged attention uses 32; read from a compiled model).
 KV_BLOCK_TOKENS = 32
@@ -58,14 +71,36 @@ class Settings(BaseModel):
         return self
 
 
+@dataclass(slots=True)
+class Sequence:
+    """A request in the pipeline; `awaits_guide` until the first token of a guided one."""
+
+    handle: genai.GenerationHandle
+    stop_words: StopWords
+    log_probs: bool
+    awaits_guide: bool
+
+
 class OpenVINOStepper:
     """A `Stepper` over `ContinuousBatchingPipeline`."""
 
-    def __init__(self, pipeline: genai.ContinuousBatchingPipeline, settings: Settings) -> None:
+    def __init__(
+        self,
+        pipeline: genai.ContinuousBatchingPipeline,
+        settings: Settings,
+        checker: GuideChecker,
+        compiler: GuideCompiler,
+    ) -> None:
         self._pipeline = pipeline
         self._settings = settings
         self._ids = itertools.count()
-        self._handles: dict[str, genai.GenerationHandle] = {}
+        self._sequences: dict[str, Sequence] = {}
+        self._checker = checker
+        self._compiler = compiler
+        self._waiting: dict[str, EngineRequest] = {}  # guided requests, in their order
+        self._compiled: dict[Guide, None] = {}  # oldest first; GenAI remembers more, which then costs a hop
+        self._compiling: tuple[Guide, Future[None]] | None = None
+        self._thread = ThreadPoolExecutor(1, "guides", initializer=_lower_priority)
 
     @classmethod
     def load(cls, model_dir: Path, parameters: Mapping[str, str]) -> OpenVINOStepper:
@@ -88,13 +123,21 @@ class OpenVINOStepper:
         options: dict[str, Any] = {"KV_CACHE_PRECISION": settings.kv_cache_precision}
         if settings.speculation == "prompt_lookup":
             options["prompt_lookup"] = True
-        pipeline = genai.ContinuousBatchingPipeline(folder, genai.Tokenizer(folder), scheduler, "CPU", **options)
-        stepper = cls(pipeline, settings)
+        command = [sys.executable, "-m", "orchestrator.engines.guides", folder, str(settings.vocab_size)]
+        checker = GuideChecker(command)
+        tokenizer = genai.Tokenizer(folder)
+        pipeline = genai.ContinuousBatchingPipeline(folder, tokenizer, scheduler, "CPU", **options)
+        stepper = cls(pipeline, settings, checker, GuideCompiler(tokenizer, settings.vocab_size))
         stepper.warm_up()
         return stepper
 
     def warm_up(self) -> None:
-        """Run a prompt and a few tokens, so that OpenVINO's kernels are compiled before the first caller waits."""
+        """Run a prompt and a few tokens, so that OpenVINO's kernels are compiled before the first caller waits.
+
+        And compile the simplest guide: GenAI sorts the vocabulary when it meets its first.
+        """
+        self._compiler.generate(Guide("json", None))
+        self._compiled[Guide("json", None)] = None
         prompt = list(range(min(WARM_UP_TOKENS, self._settings.vocab_size)))
         self.add(EngineRequest("warm-up", prompt, max_new_tokens=4))
         while self.has_requests():
@@ -107,39 +150,111 @@ class OpenVINOStepper:
                 f"input_ids, request_output_len: {len(request.input_ids)} + {request.max_new_tokens} tokens are more "
                 f"than the context window of {self._settings.context_window}"
             )
-        ids = np.asarray([request.input_ids], dtype=np.int64)  # [1, tokens]
-        if ids.min() < 0 or ids.max() >= self._settings.vocab_size:
-            raise EngineRefusal(f"input_ids: ids must be 0 to {self._settings.vocab_size - 1}")
-        self._handles[request.request_id] = self._pipeline.add_request(
-            next(self._ids), openvino.Tensor(ids), self._generation_config(request)
-        )
+        check_ids(contracts.INPUT_IDS.name, request.input_ids, self._settings.vocab_size)
+        for word in request.stop_words:
+            check_ids(contracts.STOP_WORDS_LIST.name, word, self._settings.vocab_size)
+        if request.bad_words:
+            raise EngineRefusal(f"{contracts.BAD_WORDS_LIST.name}: OpenVINO GenAI cannot avoid words; leave it out")
+        if request.guide_type is None:
+            self._start(request, None)
+            return
+        # Without an end, GenAI goes on in free text where the guide is through; and it may not end before min_tokens.
+        name = contracts.GUIDED_DECODING_GUIDE_TYPE.name
+        if request.end_id is None:
+            raise EngineRefusal(f"{name}: needs end_id, which ends the text where the guide does")
+        if request.min_tokens > 0:
+            raise EngineRefusal(f"{name}: the guide says how long the text is; leave {contracts.MIN_TOKENS.name} out")
+        self._waiting[request.request_id] = request
 
     def stop(self, request_id: str) -> None:
-        # A cancelled sequence is dropped when the next step schedules, before anything is computed for it.
-        self._handles.pop(request_id).cancel()
+        if self._waiting.pop(request_id, None) is None:
+            # A cancelled sequence is dropped when the next step schedules, before anything is computed for it.
+            self._sequences.pop(request_id).handle.cancel()
 
     def step(self) -> dict[str, Chunk]:
-        self._pipeline.step()
-        chunks = {}
-        for request_id, handle in list(self._handles.items()):
-            token_ids: list[int] = []
-            while handle.can_read():
-                for output in handle.read().values():
-                    token_ids += output.generated_ids
-            status = handle.get_status()
-            if status == genai.GenerationStatus.RUNNING:
-                if token_ids:
-                    chunks[request_id] = Chunk(token_ids)
-                continue
-            del self._handles[request_id]
-            error = None
-            if status == genai.GenerationStatus.IGNORED:
-                error = "the KV cache has no room for this sequence; raise max_tokens_in_paged_kv_cache"
-            chunks[request_id] = Chunk(token_ids, finished=True, error=error)
+        chunks = self._start_guided()
+        if self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+        elif not chunks:
+            time.sleep(0.001)  # all wait for their guides
+        for request_id, sequence in list(self._sequences.items()):
+            chunk = self._read(sequence)
+            if chunk.finished:
+                del self._sequences[request_id]
+            if chunk.finished or chunk.token_ids:
+                chunks[request_id] = chunk
         return chunks
 
     def has_requests(self) -> bool:
-        return bool(self._pipeline.has_non_finished_requests())
+        return bool(self._waiting) or bool(self._pipeline.has_non_finished_requests())
+
+    def _read(self, sequence: Sequence) -> Chunk:
+        token_ids: list[int] = []
+        log_probs: list[float] = []
+        while sequence.handle.can_read():
+            for output in sequence.handle.read().values():
+                token_ids += output.generated_ids
+                log_probs += output.generated_log_probs
+        sequence.awaits_guide = sequence.awaits_guide and not token_ids
+        status = sequence.handle.get_status()
+        cut = sequence.stop_words.cut(token_ids)
+        if cut is not None and status == genai.GenerationStatus.RUNNING:
+            sequence.handle.cancel()
+        error = None
+        if status == genai.GenerationStatus.IGNORED:
+            error = "the KV cache has no room for this sequence; raise max_tokens_in_paged_kv_cache"
+        return Chunk(
+            token_ids[:cut],
+            finished=cut is not None or status != genai.GenerationStatus.RUNNING,
+            error=error,
+            log_probs=log_probs[:cut] if sequence.log_probs else None,
+        )
+
+    def _start(self, request: EngineRequest, guide: Guide | None) -> None:
+        ids = openvino.Tensor(np.asarray([request.input_ids], dtype=np.int64))  # [1, tokens]
+        config = self._generation_config(request)
+        if guide is not None:
+            config.structured_output_config = to_structured_output(guide)
+        self._sequences[request.request_id] = Sequence(
+            self._pipeline.add_request(next(self._ids), ids, config),
+            StopWords(request.stop_words),
+            request.log_probs,
+            awaits_guide=guide is not None,
+        )
+
+    def _start_guided(self) -> dict[str, Chunk]:
+        """Start those waiting requests whose guide is compiled; returns the refused ones' ends.
+
+        GenAI holds a lock while it compiles a guide and takes it for the first token of every guided request, inside
+        the step. So no guide is compiled while such a token is awaited, and nobody is started while one is.
+        """
+        if self._compiling is not None and self._compiling[1].done():
+            guide, future = self._compiling
+            self._compiling = None
+            error = future.exception()
+            if error is None:
+                self._compiled[guide] = None
+            else:  # though the other process could
+                self._checker.decide(guide, f"{contracts.GUIDED_DECODING_GUIDE.name}: cannot be compiled: {error}")
+            if len(self._compiled) > MAX_VERDICTS:
+                del self._compiled[next(iter(self._compiled))]
+        chunks: dict[str, Chunk] = {}
+        for request_id, request in list(self._waiting.items()):
+            assert request.guide_type is not None
+            guide = Guide(request.guide_type, request.guide)
+            try:
+                if not self._checker.check(guide) or self._compiling is not None:
+                    continue
+            except EngineRefusal as refusal:
+                del self._waiting[request_id]
+                chunks[request_id] = Chunk([], finished=True, error=str(refusal))
+                continue
+            if guide in self._compiled:
+                del self._waiting[request_id]
+                self._start(request, guide)
+            elif not any(sequence.awaits_guide for sequence in self._sequences.values()):
+                self._compiling = guide, self._thread.submit(self._compiler.generate, guide)
+        return chunks
 
     def _generation_config(self, request: EngineRequest) -> genai.GenerationConfig:
         config = genai.GenerationConfig(
@@ -150,6 +265,8 @@ class OpenVINOStepper:
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             do_sample=request.sample,
+            # Of the model's own probabilities: before temperature, penalties and guide.
+            logprobs=int(request.log_probs),
             apply_chat_template=False,
         )
         if request.end_id is not None:
@@ -166,3 +283,7 @@ class OpenVINOStepper:
             config.num_assistant_tokens = self._settings.num_draft_tokens
             config.max_ngram_size = self._settings.max_ngram_size
         return config
+
+
+def _lower_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)

@@ -7,7 +7,7 @@ run meanwhile, and a crash would leave Triton waiting forever. Here one loop rea
           then any number of:      {"add": {fields of EngineRequest}}   {"stop": "request id"}
           end of input:            exit
     out   once:                    {"ready": true}
-          after a step or a stop:  {"chunks": {"request id": [[token ids], finished, error or null]}}
+          after a step or a stop:  {"chunks": {"request id": [the fields of Chunk]}}
           last words:              {"failed": "why"}
 """
 

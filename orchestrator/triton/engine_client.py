@@ -43,11 +43,12 @@ class GrpcEngineClient:
                     ended = True
                     raise EngineError(response.error_message)
                 if raw := find_output(response, contracts.OUTPUT_IDS):
-                    log_probs = find_output(response, contracts.OUTPUT_LOG_PROBS) if request.log_probs else None
-                    yield Chunk(
-                        np.frombuffer(raw, dtype=np.int32).tolist(),
-                        log_probs=None if log_probs is None else np.frombuffer(log_probs, dtype=np.float32).tolist(),
-                    )
+                    token_ids = np.frombuffer(raw, dtype=np.int32).tolist()
+                    log_probs = None
+                    if request.log_probs and (raw := find_output(response, contracts.OUTPUT_LOG_PROBS)):
+                        # NVIDIA's backend repeats those of earlier tokens.
+                        log_probs = np.frombuffer(raw, dtype=np.float32)[-len(token_ids) :].tolist()
+                    yield Chunk(token_ids, log_probs=log_probs)
         finally:
             if not ended:
                 with contextlib.suppress(EngineError):  # a stream that broke has nothing to stop

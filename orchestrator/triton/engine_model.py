@@ -51,7 +51,7 @@ class EngineModel:
     def _start(self, request: Any, sender: ChunkSender) -> None:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         request_id = request.request_id()
-        if contracts.STOP.name in tensors and tensors[contracts.STOP.name].all():
+        if contracts.STOP.name in tensors and tensors[contracts.STOP.name].any():
             if not request_id:
                 raise EngineRefusal("stop: needs the request id of the request to stop")
             self._engine.stop(request_id)
@@ -65,13 +65,15 @@ class EngineModel:
 
         key = self._watcher.watch(sender.is_cancelled, leave)
         whole = [] if parsed.exclude_input else list(parsed.request.input_ids)
+        log_probs: list[float] = []
 
         def deliver(chunk: Chunk) -> None:
             if chunk.finished:
                 self._watcher.unwatch(key)
             if not parsed.streaming:
                 whole.extend(chunk.token_ids)
-                chunk = chunk._replace(token_ids=whole)
+                log_probs.extend(chunk.log_probs or [])
+                chunk = chunk._replace(token_ids=whole, log_probs=log_probs if parsed.request.log_probs else None)
             if parsed.streaming or chunk.finished:
                 sender.send(chunk)
 
@@ -83,10 +85,18 @@ class EngineModel:
 
 
 class ChunkSender:
-    """Sends chunks as the responses of one Triton request."""
+    """Sends chunks as the responses of one Triton request.
+
+    With log probabilities, `output_log_probs` is of the response's own generated tokens (none of the prompt) and
+    `cum_log_probs` the sum since the first token. NVIDIA's executor repeats the earlier tokens' log probabilities in
+    every response of a stream (`LlmRequest::createResult` in TensorRT-LLM's cpp/tensorrt_llm/batch_manager/
+    llmRequest.cpp, while `output_ids` are only the new ones): a client that takes the last `sequence_length` of them
+    reads both.
+    """
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
+        self._cum_log_prob = 0.0
         self.is_cancelled = sender.is_cancelled
 
     def send(self, chunk: Chunk) -> None:
@@ -96,10 +106,17 @@ class ChunkSender:
         elif chunk.token_ids:
             ids = np.array([[chunk.token_ids]], dtype=np.int32)  # [1, beam 1, tokens]
             length = np.array([[len(chunk.token_ids)]], dtype=np.int32)  # [1, beam 1]
-            response = pb_utils.InferenceResponse(
-                [
-                    pb_utils.Tensor(contracts.OUTPUT_IDS.name, ids),
-                    pb_utils.Tensor(contracts.SEQUENCE_LENGTH.name, length),
+            tensors = [
+                pb_utils.Tensor(contracts.OUTPUT_IDS.name, ids),
+                pb_utils.Tensor(contracts.SEQUENCE_LENGTH.name, length),
+            ]
+            if chunk.log_probs is not None:
+                self._cum_log_prob += sum(chunk.log_probs)
+                cumulated = np.array([[self._cum_log_prob]], dtype=np.float32)  # [1, beam 1]
+                log_probs = np.array([[chunk.log_probs]], dtype=np.float32)  # [1, beam 1, generated tokens]
+                tensors += [
+                    pb_utils.Tensor(contracts.CUM_LOG_PROBS.name, cumulated),
+                    pb_utils.Tensor(contracts.OUTPUT_LOG_PROBS.name, log_probs),
                 ]
-            )
+            response = pb_utils.InferenceResponse(tensors)
         self._sender.send(response, final=chunk.finished)

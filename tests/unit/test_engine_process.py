@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -268,6 +269,15 @@ def test_a_request_runs_to_its_end(shared_engine: ProcessEngine, request_for: Ca
     shared_engine.add(request_for("a", token_ids=[[5], [6, 7], []]), inbox.put)
     assert inbox.until_finished() == [Chunk([5]), Chunk([6, 7]), Chunk([], finished=True)]
     assert inbox.is_empty()
+
+
+def test_a_request_and_a_chunk_arrive_with_all_their_fields(
+    shared_engine: ProcessEngine, request_for: Callable[..., EngineRequest]
+) -> None:
+    inbox = Inbox()
+    asked = request_for("a", token_ids=[[5], [6], [7]], log_probs=[-0.5, -0.25])
+    shared_engine.add(dataclasses.replace(asked, stop_words=[[5, 6]], log_probs=True, guide_type="json"), inbox.put)
+    assert inbox.until_finished() == [Chunk([5], log_probs=[-0.5]), Chunk([6], finished=True, log_probs=[-0.25])]
 
 
 def test_an_id_may_run_once_at_a_time(shared_engine: ProcessEngine, request_for: Callable[..., EngineRequest]) -> None:

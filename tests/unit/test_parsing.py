@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from orchestrator.contracts import ENGINE_INPUTS
-from orchestrator.engines import EngineRefusal
+from orchestrator.engines import EngineRefusal, EngineRequest
 from orchestrator.engines.parsing import parse_engine_request
 
 DTYPES = {
@@ -25,7 +29,8 @@ SPECS = {spec.name: spec for spec in ENGINE_INPUTS}
 HONOURED = {
     "input_ids", "input_lengths", "request_output_len", "end_id", "pad_id", "temperature", "runtime_top_k",
     "runtime_top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "seed",
-    "exclude_input_in_output", "streaming", "stop",
+    "exclude_input_in_output", "streaming", "stop", "return_log_probs", "stop_words_list", "bad_words_list",
+    "guided_decoding_guide_type", "guided_decoding_guide",
 }  # fmt: skip
 
 
@@ -37,6 +42,14 @@ def tensor(name: str, value: Any) -> np.ndarray:
 def tensors(**values: Any) -> dict[str, np.ndarray]:
     given = {"input_ids": [[5, 6, 7]], "input_lengths": 3, "request_output_len": 16, **values}
     return {name: tensor(name, value) for name, value in given.items() if value is not None}
+
+
+def guided(guide_type: Any, guide: Any) -> dict[str, Any]:
+    return {"guided_decoding_guide_type": guide_type, "guided_decoding_guide": guide}
+
+
+def nested(num_levels: int) -> str:
+    return '{"a":' * (num_levels - 1) + "{}" + "}" * (num_levels - 1)
 
 
 def refusal(**values: Any) -> str:
@@ -74,7 +87,16 @@ def test_a_request_without_an_id_gets_one() -> None:
         ({"presence_penalty": -2.0, "frequency_penalty": 2.0}, {"presence_penalty": -2.0, "frequency_penalty": 2.0}),
         ({"min_tokens": 16}, {"min_tokens": 16}),
         ({"seed": 2**64 - 1}, {"seed": 2**64 - 1}),
-        ({"num_return_sequences": 1, "beam_width": 1, "return_log_probs": False}, {}),
+        ({"num_return_sequences": 1, "beam_width": 1, "return_perf_metrics": False}, {}),
+        ({}, {"stop_words": [], "bad_words": [], "log_probs": False, "guide_type": None, "guide": None}),
+        ({"return_log_probs": True}, {"log_probs": True}),
+        ({"stop_words_list": [[[5, 6, 7], [1, 3, -1]]]}, {"stop_words": [[5], [6, 7]]}),
+        ({"bad_words_list": [[[5], [1]]]}, {"bad_words": [[5]]}),
+        ({"guided_decoding_guide_type": "json"}, {"guide_type": "json", "guide": None}),
+        ({"guided_decoding_guide_type": "json", "guided_decoding_guide": ""}, {"guide_type": "json", "guide": None}),
+        ({"guided_decoding_guide_type": b"regex", "guided_decoding_guide": "é+".encode()}, {"guide": "é+"}),
+        (guided("json_schema", nested(64)), {"guide_type": "json_schema", "guide": nested(64)}),
+        (guided("ebnf_grammar", "x" * (16 << 10)), {"guide": "x" * (16 << 10)}),
     ],
 )
 def test_what_is_honoured(values: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -120,7 +142,29 @@ def test_exclude_input(models_own: bool, sent: bool | None, expected: bool) -> N
         ({"min_tokens": 17}, "min_tokens: 17 is out of range; allowed is 0 to 16"),
         ({"beam_width": 2}, "beam_width: this engine supports only 1 (got [2])"),
         ({"num_return_sequences": 4}, "num_return_sequences: this engine supports only 1 (got [4])"),
-        ({"return_log_probs": True}, "return_log_probs: this engine supports only False (got [True])"),
+        ({"return_perf_metrics": True}, "return_perf_metrics: this engine supports only False (got [True])"),
+        ({"beam_width": []}, "beam_width: shape [0]; must hold one value"),
+        ({"stop": []}, "stop: shape [0]; must hold one value"),
+        ({"stop_words_list": [[5], [1]]}, "stop_words_list: shape [2, 1]; must be [1, 2, n]"),
+        ({"bad_words_list": [[[5], [2]]]}, "bad_words_list: ends [2]; must ascend from at least 1 to at most 1"),
+        ({"embedding_bias": [[1.0]]}, "embedding_bias: this engine has no bias on logits; leave it out"),
+        (
+            {"guided_decoding_guide": "a"},
+            "guided_decoding_guide: needs guided_decoding_guide_type, one of json, json_schema, regex, ebnf_grammar",
+        ),
+        (guided("structural_tag", "{}"), "guided_decoding_guide_type: 'structural_tag'; must be one of json, json_sch"),
+        (guided("json", "{}"), "guided_decoding_guide: type json takes no guide; leave it out or use type json_schema"),
+        (guided("regex", ""), "guided_decoding_guide: required with guided_decoding_guide_type regex"),
+        ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide: required with guided_decoding_guide_type"),
+        (guided("regex", "é" * 513), "guided_decoding_guide: 1026 bytes; regex may have 1024"),
+        (guided("ebnf_grammar", "x" * 16385), "guided_decoding_guide: 16385 bytes; ebnf_grammar may have 16384"),
+        (guided("json_schema", "x" * 16385), "guided_decoding_guide: 16385 bytes; json_schema may have 16384"),
+        (guided("json_schema", '{"a": '), "guided_decoding_guide: the schema is not JSON: Expecting value"),
+        (guided("json_schema", nested(65)), "guided_decoding_guide: the schema nests too deep; at most 64 levels"),
+        (guided("json_schema", "[" * 16384), "guided_decoding_guide: the schema nests too deep; at most 64 levels"),
+        (guided("regex", b"\xff"), "guided_decoding_guide: not UTF-8"),
+        (guided("regex", "\ud800"), "guided_decoding_guide: not UTF-8"),
+        (guided(["json", "json"], "{}"), "guided_decoding_guide_type: shape [2]; must be [1, 1]"),
     ],
 )
 def test_a_refusal_names_the_tensor(values: dict[str, Any], message: str) -> None:
@@ -133,3 +177,40 @@ def test_every_other_tensor_is_refused_by_name(name: str) -> None:
     value = np.full([1, *(abs(size) for size in spec.dims)], 3, dtype=DTYPES[spec.dtype])
     with pytest.raises(EngineRefusal, match=f"^{name}: this engine "):
         parse_engine_request("id", {**tensors(), name: value}, exclude_input=True)
+
+
+# --- whatever comes ------------------------------------------------------------------------------------------
+
+ARRAYS = st.one_of(
+    arrays.arrays(
+        st.sampled_from([np.int32, np.int64, np.uint64, np.float32, np.float16, np.bool_, np.uint8]),
+        arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=3),
+    ),
+    arrays.arrays(
+        np.object_,
+        arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=2),
+        elements=st.one_of(
+            st.binary(max_size=20),
+            st.text(max_size=20),
+            st.sampled_from([b"json", b"json_schema", b"regex", b'{"type": "object"}', b"{" * 300]),
+        ),
+    ),
+    # Word lists that are nearly right.
+    arrays.arrays(np.int32, st.tuples(st.just(1), st.just(2), st.integers(0, 4)), elements=st.integers(-2, 4)),
+)
+NAMES = st.one_of(st.sampled_from(sorted(SPECS)), st.sampled_from(sorted(HONOURED)), st.text(max_size=5))
+
+
+@given(sent=st.dictionaries(NAMES, ARRAYS, max_size=6), complete=st.booleans())
+def test_any_tensors_are_a_request_or_a_refusal_by_name(sent: dict[str, np.ndarray], complete: bool) -> None:
+    given_tensors = {**(tensors() if complete else {}), **sent}
+    try:
+        request = parse_engine_request("id", given_tensors, exclude_input=True).request
+    except EngineRefusal as refusal:
+        name, _, reason = str(refusal).partition(": ")
+        assert reason
+        assert name in {*given_tensors, "input_ids", "guided_decoding_guide"}
+        assert re.search("must|allowed|only|leave it out|required|needs|not |at most|may have|but", reason), refusal
+    else:
+        assert isinstance(request, EngineRequest)
+        assert all(all(isinstance(token_id, int) for token_id in word) and word for word in request.stop_words)

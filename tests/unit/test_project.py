@@ -98,8 +98,8 @@ LAYER_OF = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 # A heavy library is imported by the one place that wraps it.
 HEAVY = {
     "gguf": (),
-    "openvino": ("engines/openvino.py",),
-    "openvino_genai": ("engines/openvino.py",),
+    "openvino": ("engines/openvino.py", "engines/guides.py"),
+    "openvino_genai": ("engines/openvino.py", "engines/guides.py"),
     "pytriton": (),
     "starlette": ("gateway/",),
     "torch": (),

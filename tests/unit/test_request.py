@@ -253,6 +253,10 @@ def test_what_the_text_must_match(fields: dict[str, Any], guide: Guide | None) -
     [
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
         ({"tools": [tool()], "guided_regex": "a"}, "guided_regex"),
+        ({"tools": [tool()], "logprobs": True}, "logprobs"),
+        ({"ignore_eos": True, "guided_regex": "a"}, "ignore_eos"),
+        ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens"),
+        ({"min_tokens": 2, "tools": [tool()], "tool_choice": "required"}, "min_tokens"),
         ({"tools": [tool()], "response_format": {"type": "json_object"}}, "response_format"),
         (
             {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "x"}}},

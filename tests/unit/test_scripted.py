@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from orchestrator.engines import Chunk, EngineRefusal, EngineRequest, create_stepper
-from orchestrator.engines.scripted import DEFAULT_TEXT, ScriptedStepper, Settings
+from orchestrator.engines.scripted import DEFAULT_LOG_PROB, DEFAULT_TEXT, ScriptedStepper, Settings
 
 END_ID = 2
 PARAMETERS = {"engine": "scripted", "max_batch_size": "8", "context_window": "8192", "vocab_size": "49152"}
@@ -25,9 +25,11 @@ def stepper(tokenizer: Tokenizer) -> ScriptedStepper:
 
 @pytest.fixture
 def add(stepper: ScriptedStepper, tokenizer: Tokenizer) -> Any:
-    def add(prompt: str, request_id: str = "id", max_new_tokens: int = 100, end_id: int | None = END_ID) -> None:
+    def add(
+        prompt: str, request_id: str = "id", max_new_tokens: int = 100, end_id: int | None = END_ID, **fields: Any
+    ) -> None:
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-        stepper.add(EngineRequest(request_id, ids, max_new_tokens, end_id))
+        stepper.add(EngineRequest(request_id, ids, max_new_tokens, end_id, **fields))
 
     return add
 
@@ -79,6 +81,41 @@ def test_token_ids_as_they_are(stepper: ScriptedStepper, add: Any) -> None:
 def test_the_limit_cuts(stepper: ScriptedStepper, add: Any) -> None:
     add(script(token_ids=[[5], [6, 7], [8]]), max_new_tokens=2)
     assert run(stepper) == [Chunk([5]), Chunk([6], finished=True)]
+
+
+def test_stop_words_cut(stepper: ScriptedStepper, add: Any) -> None:
+    add(script(token_ids=[[5], [6, 7], [8]]), stop_words=[[9], [5, 6]])
+    assert run(stepper) == [Chunk([5]), Chunk([6], finished=True)]
+
+
+def test_log_probs(stepper: ScriptedStepper, add: Any) -> None:
+    add(script(token_ids=[[5], [6, 7], [8], []], log_probs=[-1.5, -2.5]), log_probs=True)
+    assert run(stepper) == [
+        Chunk([5], log_probs=[-1.5]),
+        Chunk([6, 7], log_probs=[-2.5, DEFAULT_LOG_PROB]),
+        Chunk([8], log_probs=[DEFAULT_LOG_PROB]),
+        Chunk([], finished=True, log_probs=[]),
+    ]
+    add(script(token_ids=[[5]], log_probs=[-1.5]))
+    assert run(stepper) == [Chunk([5], finished=True)]
+
+
+def test_a_guide_is_not_followed(stepper: ScriptedStepper, tokenizer: Tokenizer, add: Any) -> None:
+    add(script(text="abc"), guide_type="regex", guide="[0-9]+")
+    assert text_of(tokenizer, run(stepper)) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bad_words": [[5]]}, "bad_words_list: the scripted engine cannot avoid words; leave it out"),
+        ({"stop_words": [[49152]]}, "stop_words_list: ids must be 0 to 49151"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(stepper: ScriptedStepper, add: Any, fields: Any, message: str) -> None:
+    with pytest.raises(EngineRefusal, match=f"^{message}$"):
+        add("Hi", **fields)
+    assert not stepper.has_requests()
 
 
 def test_without_an_end_id(stepper: ScriptedStepper, tokenizer: Tokenizer, add: Any) -> None:

@@ -241,6 +241,45 @@ def test_an_error_comes_after_the_tokens(model: engine_model.EngineModel, engine
     assert sent(asked) == [[7], "out of méh"]
 
 
+def log_probs_sent(asked: pb_utils.Request) -> list[tuple[Any, Any]]:
+    """(output_log_probs, cum_log_probs) of each response; None where there are none."""
+    until(lambda: bool(asked.sender.sent) and asked.sender.sent[-1][1])
+    out = []
+    for response, _ in asked.sender.sent:
+        arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+        out.append(tuple(arrays.get(name) for name in ("output_log_probs", "cum_log_probs")))
+        for array in filter(lambda array: array is not None, out[-1]):
+            assert array.dtype == np.float32
+    return [tuple(None if array is None else array.tolist() for array in pair) for pair in out]
+
+
+def test_log_probs_of_each_response_and_their_sum_so_far(model: engine_model.EngineModel, engine: FakeEngine) -> None:
+    asked, other = request(streaming=[True], return_log_probs=[True]), request("other", streaming=[True])
+    model.execute([asked, other])
+    assert engine.live["id"][0].log_probs
+    engine.deliver("id", Chunk([7], log_probs=[-0.5]), Chunk([8, 9], finished=True, log_probs=[-0.25, -1.0]))
+    engine.deliver("other", Chunk([7], finished=True))
+    assert log_probs_sent(asked) == [([[[-0.5]]], [[-0.5]]), ([[[-0.25, -1.0]]], [[-1.75]])]
+    assert log_probs_sent(other) == [(None, None)]
+
+
+def test_log_probs_of_a_whole_answer_are_of_what_was_generated(
+    model: engine_model.EngineModel, engine: FakeEngine
+) -> None:
+    asked = request(return_log_probs=[True], exclude_input_in_output=[False])
+    model.execute([asked])
+    engine.deliver("id", Chunk([7], log_probs=[-0.5]), Chunk([8], log_probs=[-0.25]), Chunk([], True, log_probs=[]))
+    assert sent(asked) == [[5, 6, 7, 8]]
+    assert log_probs_sent(asked) == [([[[-0.5, -0.25]]], [[-0.75]])]
+
+
+def test_a_stop_without_a_value_stops_nothing(model: engine_model.EngineModel, engine: FakeEngine) -> None:
+    asked = request("mine", stop=np.zeros([1, 0], bool))
+    model.execute([asked])
+    assert engine.stopped == []
+    assert sent(asked) == ["stop: shape [1, 0]; must hold one value"]
+
+
 def test_a_refusal_ends_the_request(model: engine_model.EngineModel, engine: FakeEngine) -> None:
     wrong, refused, good = request(beam_width=[2]), request("refused"), request("good")
     model.execute([wrong])

@@ -1,0 +1,127 @@
+"""Whether a guide compiles, found out in a process of its own, which a hostile guide may kill or hang.
+
+GenAI compiles a guide inside the engine's step, and what it cannot compile ends the engine. So the engine takes only
+guides that `engines.guides` has compiled and tried as a process before.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import signal
+import subprocess
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from orchestrator import contracts
+from orchestrator.engines import EngineRefusal
+from orchestrator.engines.worker import CommandReader
+
+# Processor time, so that the verdict hangs little on how busy the machine is; two cores spend it in 2 s. A schema of 50
+# properties needs 0.2 s, one of 350 (all that 16 KiB hold) 3 s.
+COMPILE_LIMIT_S = 4.0
+# Time on the clock: as long as a client may be kept in doubt, as compiling comes last of all on a busy machine.
+COMPILE_TIMEOUT_S = 5.0
+# Remembered verdicts; at 16 KiB for the largest guide, 16 MiB at most.
+MAX_VERDICTS = 1024
+# GenAI keeps every grammar that it ever compiled (3 MB for a schema of 16 KiB), so the process is renewed.
+GUIDES_PER_PROCESS = 64
+
+_NAME = contracts.GUIDED_DECODING_GUIDE.name
+
+
+class Guide(NamedTuple):
+    """What a text must follow: one of `parsing.GUIDE_TYPES`, and the guide itself (None for type json)."""
+
+    type: str
+    text: str | None
+
+    def to_line(self) -> bytes:
+        # base64 keeps a line below what a pipe holds, so that writing to an idle process never waits.
+        return self.type.encode() + b" " + base64.b64encode((self.text or "").encode()) + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Guide:
+        guide_type, text = line.rstrip(b"\n").split(b" ")
+        return cls(guide_type.decode(), base64.b64decode(text).decode() or None)
+
+
+class GuideChecker:
+    """Asks the process that `command` starts, one guide at a time, and remembers its verdicts.
+
+    The process says it is ready with a line of JSON, then answers each guide's line with {"refusal": text or null}.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._verdicts: collections.OrderedDict[Guide, str | None] = collections.OrderedDict()
+        self._asked: Guide | None = None
+        self._start()
+
+    def check(self, guide: Guide) -> bool:
+        """Whether `guide` may be used; False when that is not known yet: ask again.
+
+        Never waits. Raises `EngineRefusal` when the guide does not compile.
+        """
+        self._read()
+        if guide in self._verdicts:
+            self._verdicts.move_to_end(guide)
+            refusal = self._verdicts[guide]
+            if refusal is not None:
+                raise EngineRefusal(refusal)
+            return True
+        if self._is_ready and self._asked is None:
+            self._asked = guide
+            self._num_asked += 1
+            try:
+                self._stdin.write(guide.to_line())
+            except BrokenPipeError:
+                pass  # it is gone; the next read sees that
+        return False
+
+    def decide(self, guide: Guide, refusal: str | None) -> None:
+        """Remember that `guide` is refused with this text, or with None that it may be used."""
+        self._verdicts[guide] = refusal
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+
+    def close(self) -> None:
+        self._stdin.close()
+        self._process.kill()
+        self._process.wait()
+        self._stdout.close()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        assert self._process.stdin and self._process.stdout
+        self._stdin = self._process.stdin
+        self._stdout = self._process.stdout
+        self._answers = CommandReader(self._stdout.fileno())
+        self._is_ready = False
+        self._num_asked = 0
+
+    def _read(self) -> None:
+        for answer in self._answers.read(wait=False):
+            if self._asked is None:
+                self._is_ready = True
+            else:
+                self.decide(self._asked, answer["refusal"])
+                self._asked = None
+        if self._answers.is_closed or (self._asked is None and self._num_asked == GUIDES_PER_PROCESS):
+            was_ready = self._is_ready
+            self.close()
+            if self._asked is not None:
+                self.decide(self._asked, self._explain_death())
+                self._asked = None
+            self._start()
+            if not was_ready:
+                raise EngineRefusal(f"{_NAME}: the process that compiles guides does not start; its log says why")
+
+    def _explain_death(self) -> str:
+        limits = {
+            -signal.SIGPROF: f"{COMPILE_LIMIT_S:g} s of processor time",
+            -signal.SIGALRM: f"{COMPILE_TIMEOUT_S:g} s",
+        }
+        if self._process.returncode in limits:
+            return f"{_NAME}: takes more than {limits[self._process.returncode]} to compile; make it simpler"
+        return f"{_NAME}: cannot be compiled (its compiler ended with status {self._process.returncode})"
