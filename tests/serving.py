@@ -184,7 +184,7 @@ class Stack:
 
 
 @contextmanager
-def running(artifact: Path, run_dir: Path, *flags: str) -> Iterator[Stack]:
+def running(artifact: Path, run_dir: Path, *flags: str, **env: str) -> Iterator[Stack]:
     """A server of `artifact`, ready; stopped at the end."""
     ports = [f"--{name}=0" for name in PORTS]
     process = subprocess.Popen(
@@ -195,6 +195,7 @@ def running(artifact: Path, run_dir: Path, *flags: str) -> Iterator[Stack]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, **env},
     )
     ready_file = run_dir / "serve.json"
     try:

@@ -28,6 +28,8 @@ from orchestrator.engines import Chunk, EngineRefusal, EngineRequest, Stepper, c
 log = logging.getLogger("orchestrator.engine")
 
 READ_BYTES = 1 << 16
+# With DEBUG, every chunk's token ids are logged.
+LOG_LEVEL_VARIABLE = "TRITON_REALTIME_LOG_LEVEL"
 
 
 class CommandReader:
@@ -95,6 +97,10 @@ class Worker:
     def _write(self, chunks: dict[str, Chunk]) -> None:
         if chunks:
             self._live.difference_update(request_id for request_id, chunk in chunks.items() if chunk.finished)
+            if log.isEnabledFor(logging.DEBUG):
+                for request_id, chunk in chunks.items():
+                    line = {"event": "engine_chunk", "request_id": request_id, "token_ids": chunk.token_ids}
+                    log.debug(json.dumps(line))
             write_line(self._out_fd, {"chunks": chunks})
 
 
@@ -106,7 +112,8 @@ def write_line(fd: int, message: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    level = os.environ.get(LOG_LEVEL_VARIABLE, "INFO")
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     out_fd = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints must not get between our lines
     commands = CommandReader(0)

@@ -180,8 +180,14 @@ _kept: set[asyncio.Task[Any]] = set()
 
 def _keep(task: asyncio.Task[T]) -> asyncio.Task[T]:
     _kept.add(task)
-    task.add_done_callback(_kept.discard)
+    task.add_done_callback(_let_go)
     return task
+
+
+def _let_go(task: asyncio.Task[Any]) -> None:
+    _kept.discard(task)
+    if not task.cancelled():
+        task.exception()  # seen: whoever waited for it got it, and nobody else wants it
 
 
 async def _cancel(responses: Responses) -> None:
