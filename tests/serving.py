@@ -124,13 +124,19 @@ class Stack:
         body = json.dumps(fields).encode()
         connection = self.connect()
         connection.sendall(
-            f"POST {CHAT_PATH} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+            f"POST {CHAT_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
         return connection
 
     # --- what the server says of itself ---
+
+    def metric(self, name: str) -> float:
+        """A sample without labels on the gateway's metrics page."""
+        found = re.search(rf"^{name} (\S+)$", self.get("/metrics").text, re.MULTILINE)
+        assert found, name
+        return float(found[1])
 
     def num_live(self, model: str) -> int:
         """Requests that `model` has taken in and not ended, by Triton's metrics page."""
@@ -182,13 +188,13 @@ class Stack:
 
 
 @contextmanager
-def running(artifact: Path, run_dir: Path) -> Iterator[Stack]:
+def running(artifact: Path, run_dir: Path, *flags: str) -> Iterator[Stack]:
     """A server of `artifact`, ready; stopped at the end."""
     ports = [f"--{name}=0" for name in ("port", "triton-http-port", "triton-grpc-port", "triton-metrics-port")]
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "orchestrator", "serve", str(artifact)),
-            *(f"--run-dir={run_dir}", "--drain-timeout-s=5", *ports),
+            *(f"--run-dir={run_dir}", "--drain-timeout-s=5", *ports, *flags),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

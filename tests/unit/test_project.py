@@ -99,6 +99,7 @@ HEAVY = {
     "gguf": (),
     "openvino": ("engines/openvino.py",),
     "openvino_genai": ("engines/openvino.py",),
+    "prometheus_client": ("gateway/",),
     "pytriton": (),
     "starlette": ("gateway/",),
     "torch": (),
