@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,29 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="how long running requests may take to end after SIGTERM (default %(default)s)",
     )
+    parser.add_argument(
+        "--gateway-workers",
+        type=_workers,
+        default=ServeOptions.gateway_workers,
+        metavar="N",
+        help="gateway processes that share the port (default %(default)s)",
+    )
+    parser.add_argument(
+        "--allow-host",
+        type=_host,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name that callers may use for this server; repeatable",
+    )
+    parser.add_argument(
+        "--allow-origin",
+        type=_origin,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a web page's origin that may call this server, such as https://chat.example.com; repeatable",
+    )
     parser.set_defaults(run=_serve)
 
 
@@ -69,6 +93,9 @@ def _serve(options: argparse.Namespace) -> None:
                 options.grpc_front_port,
             ),
             drain_timeout_s=options.drain_timeout_s,
+            gateway_workers=options.gateway_workers,
+            allowed_hosts=tuple(options.allow_host),
+            allowed_origins=tuple(options.allow_origin),
         )
     )
 
@@ -104,6 +131,26 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; seconds from 0 to 3600")
     return seconds
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; 1 to 64 workers")
+    return int(text)
+
+
+def _host(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name or address without a port, such as chat.example.com")
+    return text
+
+
+def _origin(text: str) -> str:
+    if not re.fullmatch(r"https?://[a-z0-9._-]+(:\d+)?|https?://\[[0-9a-f:.]+\](:\d+)?", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an origin as browsers send it, such as https://chat.example.com or http://localhost:3000"
+        )
+    return text
 
 
 if __name__ == "__main__":

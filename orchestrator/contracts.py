@@ -16,6 +16,7 @@ ORCHESTRATOR_MODEL = "orchestrator"
 # Where the orchestrator finds the gRPC service of its own server: set by `serve`, else Triton's default.
 GRPC_URL_VARIABLE = "TRITON_REALTIME_GRPC_URL"
 DEFAULT_GRPC_URL = "127.0.0.1:8001"
+DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
 
 # Request headers that Triton forwards as request parameters; a client can also set parameters of these names,
 # so whoever reads one validates it.

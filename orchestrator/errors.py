@@ -3,6 +3,7 @@
     ApiError
     ├── InvalidRequestError      400  the caller: fix the field named in `param`
     ├── ModelNotFoundError       404  the caller: ask for a model that exists
+    ├── RequestTooLargeError     413  the caller: send less
     ├── OverloadedError          503  the caller: try again later
     ├── ShuttingDownError        503  the caller: try again, on another server
     ├── CancelledError           499  nobody: the caller left
@@ -52,6 +53,12 @@ class ModelNotFoundError(ApiError):
     code = "model_not_found"
 
 
+class RequestTooLargeError(ApiError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
 class OverloadedError(ApiError):
     status = 503
     code = "overloaded"
@@ -82,6 +89,7 @@ _BY_CODE: dict[str, type[ApiError]] = {
     for cls in (
         InvalidRequestError,
         ModelNotFoundError,
+        RequestTooLargeError,
         OverloadedError,
         ShuttingDownError,
         CancelledError,

@@ -81,7 +81,10 @@ class SseConnection:
         """Start a request; the answer before it must be complete."""
         self._raw.clear()
         self._arrivals.clear()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
         self._socket.sendall(head.encode() + body)
         self._sent_s = time.monotonic()
 

@@ -126,13 +126,19 @@ class Stack:
         body = json.dumps(fields).encode()
         connection = self.connect()
         connection.sendall(
-            f"POST {CHAT_PATH} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+            f"POST {CHAT_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
         return connection
 
     # --- what the server says of itself ---
+
+    def metric(self, name: str) -> float:
+        """A sample without labels on the gateway's metrics page."""
+        found = re.search(rf"^{name} (\S+)$", self.get("/metrics").text, re.MULTILINE)
+        assert found, name
+        return float(found[1])
 
     def num_live(self, model: str) -> int:
         """Requests that `model` has taken in and not ended, by Triton's metrics page."""

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orchestrator.config import load_tiers
+from orchestrator.errors import InternalError
 from orchestrator.gateway.chat import Completions
+from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundError
+from orchestrator.gateway.guard import Guard
+from orchestrator.gateway.metrics import CONTENT_TYPE, render_page
+from orchestrator.gateway.openapi import describe
 from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.pipeline import AUTO
 
 
-def create_app(artifact: Path, triton_grpc_url: str) -> Starlette:
-    """The ASGI application for the models of `artifact`, served by the Triton at `triton_grpc_url`."""
-    tiers = load_tiers(artifact / "tiers.toml").tier
+@dataclass(frozen=True)
+class GatewayOptions:
+    """`host` is the address listened on; `allowed_hosts` and `allowed_origins` are what `Guard` lets in beside it."""
+
+    artifact: Path
+    triton_grpc_url: str
+    triton_metrics_url: str
+    host: str
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+
+
+def create_app(options: GatewayOptions) -> Guard:
+    """The ASGI application for the models of the artifact, served by one Triton."""
+    tiers = load_tiers(options.artifact / "tiers.toml").tier
     model_names = [AUTO, *dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])]
     engines = list(dict.fromkeys(tier.model for tier in tiers))
-    created = int((artifact / "manifest.json").stat().st_mtime)
-    triton = TritonClient(triton_grpc_url)
+    created = int((options.artifact / "manifest.json").stat().st_mtime)
+    triton = TritonClient(options.triton_grpc_url)
+    description = describe()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -45,13 +67,64 @@ def create_app(artifact: Path, triton_grpc_url: str) -> Starlette:
         ]
         return JSONResponse({"object": "list", "data": rows})
 
-    return Starlette(
-        routes=[
-            Route("/v1/chat/completions", Completions(triton, "chat"), methods=["POST"]),
-            Route("/v1/completions", Completions(triton, "completion"), methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/health", health),
-            Route("/ready", ready),
-        ],
-        lifespan=lifespan,
+    async def metrics(_: Request) -> Response:
+        return Response(await render_page(options.triton_metrics_url), headers={"content-type": CONTENT_TYPE})
+
+    async def openapi(_: Request) -> JSONResponse:
+        return JSONResponse(description)
+
+    completions: dict[str, ASGIApp] = {
+        "/v1/chat/completions": Completions(triton, "chat"),
+        "/v1/completions": Completions(triton, "completion"),
+    }
+    routes = [
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in completions.items()),
+        Route("/v1/models", models),
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/openapi.json", openapi),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse, Exception: _fail}, lifespan=lifespan)
+    app.router.redirect_slashes = False  # a redirect would be made from the caller's host header
+
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+        """Past Starlette's layers where the time to the first token counts; all else, wrong methods too, through."""
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = completions.get(scope["path"], app) if is_post else app
+        await endpoint(scope, receive, send)
+
+    return Guard(
+        _with_cors(dispatch, options.allowed_origins) if options.allowed_origins else dispatch,
+        host=options.host,
+        allowed_hosts=options.allowed_hosts,
+        allowed_origins=options.allowed_origins,
+        routes=[route.path for route in routes],
     )
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """What pages of `origins` need to read the answers; everybody else's have no CORS headers."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],  # the openai package sends a dozen of its own
+        expose_headers=["x-request-id"],
+    )
+
+
+async def _refuse(request: Request, fault: Exception) -> JSONResponse:
+    """What the router raises: 404 and 405, in OpenAI's shape."""
+    assert isinstance(fault, HTTPException)
+    if fault.status_code == MethodNotAllowedError.status:
+        allowed = ", ".join(sorted((fault.headers or {})["Allow"].split(", ")))  # made from a set
+        error = MethodNotAllowedError(f"{request.method} {request.url.path}: allowed are {allowed}")
+        return JSONResponse(error.body(), error.status, {"allow": allowed})
+    missing = RouteNotFoundError(f"{request.method} {request.url.path}: no such path; /openapi.json lists them")
+    return JSONResponse(missing.body(), missing.status)
+
+
+async def _fail(_: Request, __: Exception) -> JSONResponse:
+    error = InternalError("internal error; the server's log tells it by the request id")
+    return JSONResponse(error.body(), error.status)

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import time
 
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.contracts import FORWARDED_HEADERS
-from orchestrator.errors import ApiError, EngineError, InvalidRequestError, ShuttingDownError
+from orchestrator.errors import ApiError, EngineError, ShuttingDownError
+from orchestrator.gateway.messages import ClientLeft, encode_error, read_json_body, send_error, send_json
+from orchestrator.gateway.metrics import EVENTS, LIVE_STREAMS, TTFT_S
 from orchestrator.gateway.triton_client import EventStream, TritonClient
-from orchestrator.request import MAX_REQUEST_BYTES, Kind, parse_request
+from orchestrator.request import Kind, wants_stream
 
 _FORWARDED = {name.encode() for name in FORWARDED_HEADERS}
-_JSON = [(b"content-type", b"application/json")]
 # The last tells nginx and its kin not to buffer.
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class ClientLeft(Exception):
-    """The HTTP client is gone; nobody reads what we would send."""
 
 
 class Completions:
@@ -35,19 +32,20 @@ class Completions:
         self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_s = time.monotonic()
         try:
-            body = await _read_body(receive)
-            stream = parse_request(body, self._kind).stream
+            body = await read_json_body(scope, receive)
+            stream = wants_stream(body, self._kind)
         except ClientLeft:
             return
         except ApiError as error:
-            await _send_json(send, error.status, json.dumps(error.body()).encode())
+            await send_error(send, error)
             return
         headers = [(name.decode(), value.decode("latin-1")) for name, value in scope["headers"] if name in _FORWARDED]
         events = self._triton.open(body, headers)
         leaving = asyncio.create_task(_cancel_when_client_leaves(receive, events))
         try:
-            await (_relay_stream if stream else _relay_answer)(events, send)
+            await (_relay_stream(events, send, started_s) if stream else _relay_answer(events, send))
         finally:
             leaving.cancel()
 
@@ -61,37 +59,44 @@ async def _relay_answer(events: EventStream, send: Send) -> None:
         if answer is None:
             raise EngineError("the orchestrator ended without an answer")
     except ApiError as error:
-        await _send_json(send, error.status, json.dumps(error.body()).encode())
+        await send_error(send, error)
     else:
-        await _send_json(send, 200, answer)
+        await send_json(send, 200, answer)
 
 
-async def _relay_stream(events: EventStream, send: Send) -> None:
+async def _relay_stream(events: EventStream, send: Send, started_s: float) -> None:
     """Headers wait for the first event, so that an error before it has its own status."""
-    started = False
+    num_events, ttft_s = 0, 0.0
     try:
         async with contextlib.aclosing(events.read()) as reading:
             async for event in reading:
-                if not started:
+                if not num_events:
                     await send({"type": "http.response.start", "status": 200, "headers": _SSE})
-                    started = True
                 await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True})
-        last = b"data: [DONE]\n\n"
-        if not started:
+                num_events += 1
+                if num_events == 1:
+                    ttft_s = time.monotonic() - started_s
+                    LIVE_STREAMS.inc()
+        last = b"[DONE]"
+        if not num_events:
             raise EngineError("the orchestrator ended without an event")
     except ApiError as error:
-        last = json.dumps(error.body()).encode()
-        if not started:
-            await _send_json(send, error.status, last)
+        if not num_events:
+            await send_error(send, error)
             return
-        last = b"data: " + last + b"\n\n"
+        last = encode_error(error)
     except asyncio.CancelledError:
         # The server stops and its drain time is over: the stream ends with an error, never as if it were whole.
-        if started:
-            last = json.dumps(ShuttingDownError("the server is shutting down").body()).encode()
+        if num_events:
+            last = encode_error(ShuttingDownError("the server is shutting down"))
             await send({"type": "http.response.body", "body": b"data: " + last + b"\n\n"})
         raise
-    await send({"type": "http.response.body", "body": last})
+    finally:
+        if num_events:
+            TTFT_S.observe(ttft_s)
+            EVENTS.inc(num_events)
+            LIVE_STREAMS.dec()
+    await send({"type": "http.response.body", "body": b"data: " + last + b"\n\n"})
 
 
 async def _cancel_when_client_leaves(receive: Receive, events: EventStream) -> None:
@@ -100,23 +105,3 @@ async def _cancel_when_client_leaves(receive: Receive, events: EventStream) -> N
         pass
     with contextlib.suppress(ApiError):  # a broken stream ends the relay itself
         await events.cancel()
-
-
-async def _read_body(receive: Receive) -> bytes:
-    """The whole body; raises `ClientLeft`, or `InvalidRequestError` as soon as it is too large."""
-    body: bytes = b""
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        body += message.get("body", b"")
-        if len(body) > MAX_REQUEST_BYTES:
-            raise InvalidRequestError(f"the request has more than {MAX_REQUEST_BYTES} bytes, which is the limit")
-        if not message.get("more_body", False):
-            return body
-
-
-async def _send_json(send: Send, status: int, body: bytes) -> None:
-    headers = [*_JSON, (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -40,7 +40,10 @@ class ChildDied(StartError):
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What `serve` was asked for. A port of 0 becomes a free one; `run_dir` takes logs and `serve.json`."""
+    """What `serve` was asked for. A port of 0 becomes a free one; `run_dir` takes logs and `serve.json`.
+
+    `allowed_hosts` and `allowed_origins` are whom the gateway answers beside its own address and its own pages.
+    """
 
     artifact: Path
     run_dir: Path
@@ -48,6 +51,9 @@ class ServeOptions:
     front: FrontOptions = FrontOptions()
     ports: Ports = Ports()
     drain_timeout_s: float = 30.0
+    gateway_workers: int = 1
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ class ServeFacts:
             "grpc_front_url": self.grpc_front_url,
             "triton_http_url": f"http://{LOOPBACK}:{self.ports.triton_http}",
             "triton_grpc_url": f"{LOOPBACK}:{self.ports.triton_grpc}",
-            "triton_metrics_url": f"http://{LOOPBACK}:{self.ports.triton_metrics}/metrics",
+            "triton_metrics_url": _triton_metrics_url(self.ports),
             "logs": {child: str(self.log(child)) for child in ("triton", "gateway", "grpc_front")},
         }
         return json.dumps(facts, indent=2) + "\n"
@@ -91,7 +97,7 @@ class ServeFacts:
 ready
   gateway   {self.gateway_url}/v1
   gRPC      {self.grpc_front_url}  (model `orchestrator`, ModelStreamInfer)
-  metrics   http://{LOOPBACK}:{self.ports.triton_metrics}/metrics
+  metrics   {self.gateway_url}/metrics
   logs      {self.log("triton")}
             {self.log("gateway")}
             {self.log("grpc_front")}
@@ -135,21 +141,30 @@ def serve(options: ServeOptions) -> None:
                 exit_timeout_s=math.ceil(options.drain_timeout_s),
                 environ=os.environ,
             )
-            gateway = gateway_command(artifact, options.host, ports, options.drain_timeout_s)
+            gateway = gateway_command(artifact, options, ports, run_dir)
             front = options.front.command(ports, options.drain_timeout_s)
             supervise(triton, gateway, front, facts, options.drain_timeout_s, signals, cleaner)
 
 
-def gateway_command(artifact: Artifact, host: str, ports: Ports, drain_timeout_s: float) -> tuple[str, ...]:
-    """The command line of the gateway, which reaches Triton by gRPC alone."""
+def gateway_command(artifact: Artifact, options: ServeOptions, ports: Ports, run_dir: Path) -> tuple[str, ...]:
+    """The command line of the gateway, which reaches Triton by gRPC, and its metrics page."""
     return (
         *(sys.executable, "-m", "orchestrator.gateway"),
         *("--artifact", str(artifact.root)),
         *("--triton-grpc", f"{LOOPBACK}:{ports.triton_grpc}"),
-        *("--host", host),
+        *("--triton-metrics", _triton_metrics_url(ports)),
+        *("--host", options.host),
         *("--port", str(ports.gateway)),
-        *("--drain-timeout-s", str(math.ceil(drain_timeout_s))),
+        *("--workers", str(options.gateway_workers)),
+        *("--metrics-dir", str(run_dir / "gateway-metrics")),
+        *(f"--allow-host={name}" for name in options.allowed_hosts),
+        *(f"--allow-origin={origin}" for origin in options.allowed_origins),
+        *("--drain-timeout-s", str(math.ceil(options.drain_timeout_s))),
     )
+
+
+def _triton_metrics_url(ports: Ports) -> str:
+    return f"http://{LOOPBACK}:{ports.triton_metrics}/metrics"
 
 
 def supervise(
@@ -178,7 +193,8 @@ def supervise(
             children.append(Child(name, command, facts.log(name), env))
             cleaner.watch(children[-1])
             _watch(children, signals, until=is_ready)
-            children[-1].needs_its_children()
+            if name == "triton":  # the gateway replaces a worker that died
+                children[-1].needs_its_children()
         if not signals.count:
             _write_atomically(ready_file, facts.as_json())
             _say(facts.announce())

@@ -90,8 +90,8 @@ def test_a_reset_is_leaving_too(scripted_stack: Stack) -> None:
 def test_in_the_midst_of_an_upload(scripted_stack: Stack) -> None:
     since = scripted_stack.log_length()
     with scripted_stack.connect() as connection:
-        head = f"POST {CHAT_PATH} HTTP/1.1\r\nHost: test\r\nContent-Length: 100000\r\n\r\n"
-        connection.sendall(head.encode() + b'{"messages": [')
+        head = f"POST {CHAT_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100000\r\n\r\n".encode() + b'{"messages": [')
         time.sleep(0.05)
     assert scripted_stack.stream(messages=script(text="alive")).text == "alive"
     scripted_stack.wait_for_log("request", since)

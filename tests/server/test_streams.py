@@ -236,7 +236,9 @@ def test_an_unknown_model(scripted_stack: Stack) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe"])
 def test_a_body_that_is_no_request(scripted_stack: Stack, body: bytes) -> None:
-    response = httpx.post(scripted_stack.url + CHAT_PATH, content=body, timeout=10)
+    response = httpx.post(
+        scripted_stack.url + CHAT_PATH, content=body, headers={"content-type": "application/json"}, timeout=10
+    )
     assert response.status_code == 400
     assert "the request" in response.json()["error"]["message"]
 

@@ -12,6 +12,7 @@ from orchestrator.errors import ApiError, EngineError, from_message
 ALL = (
     (errors.InvalidRequestError, 400, "invalid_request_error", "invalid_value"),
     (errors.ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
+    (errors.RequestTooLargeError, 413, "invalid_request_error", "request_too_large"),
     (errors.OverloadedError, 503, "server_error", "overloaded"),
     (errors.ShuttingDownError, 503, "server_error", "shutting_down"),
     (errors.CancelledError, 499, "cancelled", "cancelled"),

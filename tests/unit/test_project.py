@@ -100,6 +100,7 @@ HEAVY = {
     "gguf": (),
     "openvino": ("engines/openvino.py", "engines/guides.py"),
     "openvino_genai": ("engines/openvino.py", "engines/guides.py"),
+    "prometheus_client": ("gateway/",),
     "pytriton": (),
     "starlette": ("gateway/",),
     "torch": (),

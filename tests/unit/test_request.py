@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.errors import InvalidRequestError
-from orchestrator.request import MAX_REQUEST_BYTES, ChatRequest, CompletionRequest, Guide, Kind, parse_request
+from orchestrator.errors import ApiError, InvalidRequestError, RequestTooLargeError
+from orchestrator.request import (
+    MAX_NESTING,
+    MAX_REQUEST_BYTES,
+    ChatRequest,
+    CompletionRequest,
+    Guide,
+    Kind,
+    measure_nesting,
+    parse_request,
+)
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -148,16 +157,70 @@ def test_a_refusal_names_its_field(field: str, value: Any, param: str, message: 
         (b"", "the request is not JSON: "),
         (b"{", "the request is not JSON: "),
         (b"\xff", "the request is not JSON: "),
-        (b"[" * 10_000, "the request is not JSON: "),
+        (b"[" * 64, "the request is not JSON: "),
+        (b"[" * 65, "the request nests 65 levels deep; at most 64 are allowed"),
+        (b"[" * 10_000, "the request nests 10000 levels deep; at most 64 are allowed"),
         (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', "the request is not JSON: "),
         (b"[]", "the request: Input should be an object (got [])"),
         (b"null", "the request: Input should be an object (got null)"),
         (b'{"prompt": ""}', "prompt: must not be empty"),
-        (b" " * (MAX_REQUEST_BYTES + 1), "the request has 1048577 bytes; at most 1048576 are allowed"),
     ],
 )
 def test_a_body_that_is_no_request(body: bytes, message: str) -> None:
     assert refusal(body).message.startswith(message)
+
+
+def test_a_body_that_is_too_large() -> None:
+    with pytest.raises(RequestTooLargeError, match="^the request has 1048577 bytes; at most 1048576 are allowed$"):
+        parse_request(b" " * (MAX_REQUEST_BYTES + 1))
+
+
+@pytest.mark.parametrize("depth", [MAX_NESTING, MAX_NESTING + 1])
+def test_nesting_inside_a_request(depth: int) -> None:
+    """Counted from the outermost brace; a string's brackets are text."""
+    deep = "[" * (depth - 1) + "]" * (depth - 1)
+    body = json.dumps({"messages": [{**USER, "content": '\\"[{' * 100}], "x": "VALUE"}).replace('"VALUE"', deep)
+    expected = "x: not supported" if depth <= MAX_NESTING else "the request nests 65 levels deep"
+    assert refusal(body.encode()).message.startswith(expected)
+
+
+def nesting_step_by_step(body: bytes) -> int:
+    depth = deepest = 0
+    in_string = escaped = False
+    for char in body.decode("latin-1"):
+        if in_string:
+            in_string = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            in_string = True
+        elif char in "{[":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "}]":
+            depth -= 1
+    return deepest
+
+
+JSON = st.recursive(
+    st.none() | st.text('"\\[]{}a'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('"\\[{a'), inner),
+    max_leaves=300,
+)
+
+
+@given(JSON)
+def test_nesting_is_that_of_a_scan(value: Any) -> None:
+    """With more brackets in front than are counted one by one."""
+    body = b"[]" * (MAX_NESTING + 1) + json.dumps(value).encode()
+    assert measure_nesting(body) == max(1, nesting_step_by_step(json.dumps(value).encode()))
+
+
+@given(st.binary() | st.text('{}[]",:\\ 1e').map(str.encode))
+def test_any_bytes_are_refused_or_read(body: bytes) -> None:
+    try:
+        parse_request(body)
+    except ApiError as error:
+        assert (error.status, bool(error.message)) == (400, True)
 
 
 def test_a_long_value_is_shortened() -> None:

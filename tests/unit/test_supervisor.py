@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.__main__ import main
+from orchestrator.triton.artifact import Artifact
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
 from orchestrator.triton.process import Child, Cleaner
 from orchestrator.triton.server import TritonInstall, TritonLaunch
-from orchestrator.triton.supervisor import ChildDied, ServeFacts, Signals, supervise
+from orchestrator.triton.supervisor import ChildDied, ServeFacts, ServeOptions, Signals, gateway_command, supervise
 
 # Answers 200 to every GET; notes its SIGTERM in the file ORDER. BEHAVIOUR is put in before it serves.
 FAKE = """
@@ -267,6 +268,17 @@ def test_a_hard_stop_reaches_what_a_child_started(tmp_path: Path) -> None:
     wait_for(lambda: not is_alive(grandchild))
 
 
+def test_the_gateway_is_told_whom_to_answer(tmp_path: Path) -> None:
+    artifact = Artifact(tmp_path, "scripted")
+    options = ServeOptions(
+        tmp_path, tmp_path, gateway_workers=3, allowed_hosts=("a", "b"), allowed_origins=("http://c",)
+    )
+    command = " ".join(gateway_command(artifact, options, Ports(), tmp_path / "run"))
+    assert "--workers 3" in command and f"--metrics-dir {tmp_path}/run/gateway-metrics" in command
+    assert "--triton-metrics http://127.0.0.1:8002/metrics" in command
+    assert "--allow-host=a --allow-host=b --allow-origin=http://c" in command
+
+
 # --- the command line --------------------------------------------------------------------------------------
 
 
@@ -284,6 +296,12 @@ def test_an_error_is_one_clear_block(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--triton-http-port", "-1"], "'-1' is not a port"),
         (["--drain-timeout-s", "soon"], "'soon' is not allowed; seconds from 0 to 3600"),
         (["--drain-timeout-s", "nan"], "'nan' is not allowed"),
+        (["--gateway-workers", "0"], "'0' is not allowed; 1 to 64 workers"),
+        (["--allow-host", "a.example:80"], "'a.example:80' is not a name or address without a port"),
+        (["--allow-host", "*"], "'*' is not a name or address"),
+        (["--allow-origin", "chat.example.com"], "'chat.example.com' is not an origin as browsers send it"),
+        (["--allow-origin", "https://chat.example.com/"], "is not an origin as browsers send it"),
+        (["--allow-origin", "*"], "'*' is not an origin"),
         (["--prot", "1"], "unrecognized arguments: --prot 1"),
     ],
 )

@@ -1,0 +1,50 @@
+"""What the gateway refuses by itself, before the orchestrator hears of it. All are the caller's to fix.
+
+InvalidRequestError
+├── OriginNotAllowedError        403  a web page that nobody named
+├── RouteNotFoundError           404
+├── MethodNotAllowedError        405
+├── RequestTimeoutError          408  the request took too long to arrive
+├── UnsupportedMediaTypeError    415  not plain JSON
+├── HostNotAllowedError          421  a name this server does not answer to
+└── HeadersTooLargeError         431
+"""
+
+from __future__ import annotations
+
+from orchestrator.errors import InvalidRequestError
+
+
+class OriginNotAllowedError(InvalidRequestError):
+    status = 403
+    code = "origin_not_allowed"
+
+
+class RouteNotFoundError(InvalidRequestError):
+    status = 404
+    code = "not_found"
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    status = 405
+    code = "method_not_allowed"
+
+
+class RequestTimeoutError(InvalidRequestError):
+    status = 408
+    code = "request_timeout"
+
+
+class UnsupportedMediaTypeError(InvalidRequestError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class HostNotAllowedError(InvalidRequestError):
+    status = 421
+    code = "host_not_allowed"
+
+
+class HeadersTooLargeError(InvalidRequestError):
+    status = 431
+    code = "headers_too_large"

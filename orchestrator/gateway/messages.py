@@ -1,0 +1,84 @@
+"""ASGI messages: a request's JSON in, an answer or an error as JSON out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from starlette.types import Receive, Scope, Send
+
+from orchestrator.errors import ApiError, RequestTooLargeError
+from orchestrator.gateway.errors import UnsupportedMediaTypeError
+from orchestrator.request import MAX_REQUEST_BYTES
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+_JSON = b"application/json"
+
+
+class ClientLeft(Exception):
+    """The HTTP client is gone; nobody reads what we would send."""
+
+
+async def read_json_body(scope: Scope, receive: Receive) -> bytes:
+    """The whole body, unparsed.
+
+    Raises `UnsupportedMediaTypeError` when it is not declared as JSON, `RequestTooLargeError` as soon as its length or
+    what came of it says so, `ClientLeft`. How long it may take is the connection's matter.
+    """
+    headers = dict(scope["headers"])
+    if (content_type := headers.get(b"content-type", b"")) != _JSON:
+        _check_media_type(content_type)
+    if (encoding := headers.get(b"content-encoding", b"identity")) != b"identity":
+        raise UnsupportedMediaTypeError(
+            f"content-encoding: {_quote(encoding)} is not supported; send the body as it is"
+        )
+    if int(headers.get(b"content-length", 0)) > MAX_REQUEST_BYTES:  # the HTTP parser lets nothing but digits through
+        raise RequestTooLargeError(
+            f"the request has {headers[b'content-length'].decode()} bytes; at most {MAX_REQUEST_BYTES} are allowed"
+        )
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > MAX_REQUEST_BYTES:
+            raise RequestTooLargeError(f"the request has more than {MAX_REQUEST_BYTES} bytes, which is the limit")
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _check_media_type(content_type: bytes) -> None:
+    """JSON is UTF-8 (RFC 8259, section 8.1). A web page cannot send this type across origins without asking first."""
+    media_type, *parameters = (part.strip().lower() for part in content_type.split(b";"))
+    charsets = [
+        value.strip(b'"') for name, _, value in (part.partition(b"=") for part in parameters) if name == b"charset"
+    ]
+    if media_type != _JSON or charsets not in ([], [b"utf-8"]):
+        raise UnsupportedMediaTypeError(
+            f"content-type: {_quote(content_type)} is not allowed; the body must be JSON and say so: application/json"
+        )
+
+
+def _quote(value: bytes) -> str:
+    """A header's value for an error message."""
+    return repr(value[:80].decode("latin-1"))
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [(b"content-type", _JSON), length, *headers]}
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: ApiError, headers: Headers = ()) -> None:
+    await send_json(send, error.status, encode_error(error), headers)
+
+
+def encode_error(error: ApiError) -> bytes:
+    return json.dumps(error.body()).encode()

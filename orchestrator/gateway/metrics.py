@@ -1,0 +1,100 @@
+"""The gateway's metrics, and one page with Triton's beside them.
+
+With several workers each keeps its numbers in files of one folder (`PROMETHEUS_MULTIPROC_DIR`, read by
+prometheus_client when it is imported), and whichever worker is asked adds all of them up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+from functools import cache
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+# Prometheus' text format, which Triton writes too.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TRITON_TIMEOUT_S = 2.0
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
+_REGISTRY = CollectorRegistry()
+OTHER_ROUTE = "other"
+_REQUESTS = Counter(
+    "rt_gateway_requests",
+    f"Answered HTTP requests; status 499: the client left before its answer, route '{OTHER_ROUTE}': not one of ours",
+    ("route", "status"),
+    registry=_REGISTRY,
+)
+LIVE_STREAMS = Gauge(
+    "rt_gateway_live_streams", "SSE streams being sent", multiprocess_mode="livesum", registry=_REGISTRY
+)
+# Fine around the time an answer is felt as immediate, up to a long prefill in a queue.
+TTFT_S = Histogram(
+    "rt_gateway_ttft_seconds",
+    "From a request's head read to its first event handed to the connection",
+    buckets=(0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30),
+    registry=_REGISTRY,
+)
+EVENTS = Counter("rt_gateway_events", "SSE events sent; counted when their stream ends", registry=_REGISTRY)
+
+
+def count_answer(route: str, status: int) -> None:
+    """`route` is one of few, never what a caller wrote."""
+    _answers(route, status).inc()
+
+
+@cache
+def _answers(route: str, status: int) -> Counter:
+    return _REQUESTS.labels(route, status)
+
+
+async def render_page(triton_metrics_url: str) -> bytes:
+    """Ours, then Triton's. Without Triton's, `rt_gateway_triton_up` is 0 and the page is still one."""
+    return await asyncio.to_thread(_render_page, triton_metrics_url)
+
+
+def _render_page(triton_metrics_url: str) -> bytes:
+    triton = _read_triton(triton_metrics_url)
+    up = (
+        "# HELP rt_gateway_triton_up Whether Triton's metrics page could be read\n"
+        f"# TYPE rt_gateway_triton_up gauge\nrt_gateway_triton_up {int(triton is not None)}.0\n"
+    )
+    return generate_latest(_registry()) + up.encode() + (triton or b"")
+
+
+def _registry() -> CollectorRegistry:
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is None:
+        return _REGISTRY
+    for path in Path(folder).glob("gauge_live*.db"):
+        process_id = path.stem.rpartition("_")[2]
+        if not Path("/proc", process_id).exists():  # a worker that died left its streams behind
+            mark_process_dead(int(process_id), folder)  # type: ignore[no-untyped-call]
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
+    return registry
+
+
+def _read_triton(url: str) -> bytes | None:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.netloc, timeout=_TRITON_TIMEOUT_S)
+    try:
+        connection.request("GET", address.path)
+        response = connection.getresponse()
+        return response.read() if response.status == http.HTTPStatus.OK else None
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

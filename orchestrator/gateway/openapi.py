@@ -1,0 +1,107 @@
+"""The description that `/openapi.json` serves: paths by hand, the request's schema from the model that checks it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator import __version__
+from orchestrator.request import ChatRequest, CompletionRequest
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+
+
+def _json(description: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema or {"type": "object"}}}}
+
+
+def _errors(**descriptions: str) -> dict[str, Any]:
+    """Responses by ``s<status>``."""
+    schema = {"$ref": "#/components/schemas/Error"}
+    return {status.removeprefix("s"): _json(description, schema) for status, description in descriptions.items()}
+
+
+# The guard's, on every path.
+_REFUSED = _errors(
+    s400="x-request-id is not allowed", s403="a web page of another origin", s421="not a name of this server"
+)
+
+
+def describe() -> dict[str, Any]:
+    """An OpenAPI 3.1 document."""
+    requests, parts = {}, {}
+    for kind in (ChatRequest, CompletionRequest):
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        parts.update(schema.pop("$defs", {}))
+        requests[kind.__name__] = schema
+    models = {"type": "object", "required": ["object", "data"]}
+    status = {"type": "object", "required": ["status"]}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "triton-realtime", "version": __version__, "description": "OpenAI's API on NVIDIA Triton"},
+        "paths": {
+            "/v1/chat/completions": {"post": _generation("createChatCompletion", ChatRequest)},
+            "/v1/completions": {"post": _generation("createCompletion", CompletionRequest)},
+            "/v1/models": {"get": {"responses": {"200": _json("What `model` may be", models), **_REFUSED}}},
+            "/health": {"get": {"responses": {"200": _json("The gateway lives", status), **_REFUSED}}},
+            "/ready": {
+                "get": {
+                    "responses": {"200": _json("All is ready", status), "503": _json("Not yet", status), **_REFUSED}
+                }
+            },
+            "/metrics": {
+                "get": {
+                    "responses": {
+                        "200": {
+                            "description": "Prometheus' text format: the gateway's metrics and Triton's",
+                            "content": {"text/plain": {"schema": {"type": "string"}}},
+                        },
+                        **_REFUSED,
+                    }
+                }
+            },
+        },
+        "components": {"schemas": {**requests, "Error": _ERROR, **parts}},
+    }
+
+
+def _generation(name: str, request: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{request.__name__}"}
+    return {
+        "operationId": name,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "responses": {
+            "200": {
+                "description": "The answer: with `stream` as server-sent events, the last one `[DONE]`",
+                "content": {
+                    "application/json": {"schema": {"type": "object", "required": ["id", "object", "choices"]}},
+                    "text/event-stream": {},
+                },
+            },
+            **_REFUSED,
+            **_errors(
+                s400="a field is not allowed; `param` names it",
+                s404="no such model",
+                s408="the request took too long to arrive",
+                s413="the request is too large",
+                s415="the body is not declared as JSON",
+                s500="ours",
+                s502="the engine failed",
+                s503="overloaded, or shutting down",
+            ),
+        },
+    }

@@ -1,0 +1,195 @@
+"""uvicorn's HTTP/1.1 connection, with limits on what one client may cost before and beside a request.
+
+uvicorn bounds neither the size of a head, nor the time a request takes to arrive, nor the time a client takes to read;
+and of two pipelined requests it lets only the second one know that the client left. Its flow control is kept:
+`send` waits while the transport's buffer (64 KiB) is full, and so does whoever produces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import TimerHandle
+from typing import NamedTuple
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from orchestrator.errors import ApiError, InvalidRequestError
+from orchestrator.gateway.errors import HeadersTooLargeError, RequestTimeoutError
+from orchestrator.gateway.messages import encode_error
+from orchestrator.gateway.metrics import OTHER_ROUTE, count_answer
+from orchestrator.gateway.request_id import REQUEST_ID_HEADER, choose_request_id
+
+
+class Limits(NamedTuple):
+    """Per connection. A request's own size is `orchestrator.request.MAX_REQUEST_BYTES`."""
+
+    head_bytes: int = 64 << 10  # request target and headers
+    num_headers: int = 100
+    read_s: float = 30.0  # a request, from its first byte to its last
+    write_s: float = 30.0  # until the client has read what waits for it
+    idle_s: float = 60.0  # between requests, and before the first
+    # What still comes of a request that has its answer is read and thrown away, so that the client gets to read the
+    # answer; up to here.
+    discarded_bytes: int = 16 << 20
+
+
+class _Pipelined(Exception):
+    """A request that did not wait for the answer to the one before."""
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection. Breaking a limit answers 408, 431 or 400 if no answer has begun, and closes."""
+
+    limits = Limits()
+
+    # What the connection is in the midst of.
+    _has_begun = False  # its first request
+    _is_reading = False  # a request
+    _is_in_head = False
+    _is_deaf = False  # to everything that still comes
+    _num_head_bytes = 0
+    _num_discarded = 0
+    _refusal: ApiError | None = None
+    _read_timer: TimerHandle | None = None
+    _write_timer: TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        for timer in (self._read_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            self._discard(len(data))
+            return
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > self.limits.head_bytes:
+                self._refuse(self._head_too_large())
+                return
+        else:
+            self._num_head_bytes = len(data)  # at most, should one begin in here
+            if self._is_reading and self.cycle.response_complete:
+                self._discard(len(data))
+        super().data_received(data)
+        if self._is_reading:
+            if self._read_timer is None:
+                self._read_timer = self.loop.call_later(self.limits.read_s, self._read_timed_out)
+            return
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+        # uvicorn stops the clock for whatever comes: line ends, or the rest of a request that has its answer.
+        if self.timeout_keep_alive_task is None and (not self._has_begun or self.cycle.response_complete):
+            self._wait_for_request()
+
+    # --- the parser's calls ---
+
+    def on_message_begin(self) -> None:
+        if self._has_begun and not self.cycle.response_complete:
+            raise _Pipelined
+        super().on_message_begin()
+        self._has_begun = self._is_reading = self._is_in_head = True
+        self._num_discarded = 0
+
+    def on_headers_complete(self) -> None:
+        is_large = self._num_head_bytes > self.limits.head_bytes and (
+            len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.head_bytes
+        )
+        if is_large or len(self.headers) > self.limits.num_headers:
+            self._refusal = self._head_too_large()
+            raise self._refusal
+        super().on_headers_complete()
+        self._is_in_head = False
+
+    def on_message_complete(self) -> None:
+        self._is_reading = False
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls this when the parser gives up."""
+        if self._has_begun and not self._is_reading and not self.cycle.response_complete:
+            # What follows a whole request is not heard before that has its answer, and not after it either: clients
+            # must not pipeline behind a POST, and must send again what a closed connection left unanswered (RFC 9112,
+            # section 9.3).
+            self._is_deaf = True
+            self.cycle.keep_alive = False
+            return
+        self._refuse(self._refusal or InvalidRequestError("the request is not valid HTTP/1.1"))
+
+    # --- uvicorn's and the transport's calls ---
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._bound_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._bound_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None and not self.transport.is_closing():
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    # --- limits ---
+
+    def _wait_for_request(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.limits.idle_s, self.timeout_keep_alive_handler)
+
+    def _read_timed_out(self) -> None:
+        self._refuse(RequestTimeoutError(f"the request took longer than {self.limits.read_s:g} s to arrive"))
+
+    def _head_too_large(self) -> HeadersTooLargeError:
+        return HeadersTooLargeError(
+            f"at most {self.limits.head_bytes} bytes of request target and headers, in at most "
+            f"{self.limits.num_headers} headers, are allowed"
+        )
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, unless an answer to this request has begun, and close."""
+        if self.transport.is_closing():
+            return
+        if self._has_begun and not self._is_in_head:
+            if self.cycle.response_started:
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        body = encode_error(error)
+        request_id = choose_request_id({} if self._is_in_head else dict(self.headers))
+        self.transport.write(
+            STATUS_LINE[error.status]
+            + b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+            + REQUEST_ID_HEADER
+            + b": %b\r\nconnection: close\r\n\r\n" % request_id
+            + body
+        )
+        count_answer(OTHER_ROUTE, error.status)
+        self._close()
+
+    def _close(self) -> None:
+        self.transport.close()
+        self._bound_writing()
+
+    def _bound_writing(self) -> None:
+        """A transport keeps what its client does not read, and once closing waits for the client forever."""
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.limits.write_s, self.transport.abort)
+
+    def _discard(self, num_bytes: int) -> None:
+        self._num_discarded += num_bytes
+        if self._num_discarded > self.limits.discarded_bytes:
+            self.transport.abort()

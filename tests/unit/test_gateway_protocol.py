@@ -1,0 +1,312 @@
+"""What one connection may cost: sizes and times of requests and of readers, against a real uvicorn on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.gateway.protocol import Limits, Protocol
+
+LIMITS = Limits(head_bytes=2000, num_headers=20, read_s=0.4, write_s=0.4, idle_s=0.6, discarded_bytes=1 << 20)
+
+
+class SmallProtocol(Protocol):
+    limits = LIMITS
+
+
+class App:
+    """Reads a request's body and answers its length. /early answers before the body, /endless until the client left,
+    /gate when the test lets it."""
+
+    def __init__(self) -> None:
+        self.num_sent = 0
+        self.num_running = 0
+        self.gate = threading.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        self.num_running += 1
+        try:
+            await self._answer(scope["path"], receive, send)
+        finally:
+            self.num_running -= 1
+
+    async def _answer(self, path: str, receive: Any, send: Any) -> None:
+        num_bytes = 0
+        while path != "/early":
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            num_bytes += len(message["body"])
+            if not message["more_body"]:
+                break
+        while path == "/gate" and not self.gate.is_set():
+            await asyncio.sleep(0.01)
+        if path != "/endless":
+            body = str(num_bytes).encode()
+            headers = [(b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        leaving = asyncio.ensure_future(receive())
+        while not leaving.done():
+            await send({"type": "http.response.body", "body": bytes(10_000), "more_body": True})
+            self.num_sent += 10_000
+
+
+class Server:
+    def __init__(self) -> None:
+        self.app = App()
+        config = uvicorn.Config(
+            self.app, http=SmallProtocol, loop="uvloop", lifespan="off", log_config=None, timeout_keep_alive=1
+        )
+        self._server = uvicorn.Server(config)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
+        self._thread.start()
+        wait_for(lambda: self._server.started)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+        connection = socket.socket()
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(5)
+        connection.connect(self._listener.getsockname())
+        return connection
+
+    def ask(self, raw: bytes) -> bytes:
+        """What comes until the server closes."""
+        with self.connect() as connection:
+            connection.sendall(raw)
+            return read_all(connection)
+
+    def stop(self) -> None:
+        self.app.gate.set()
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.stop()
+
+
+def wait_for(condition: Any, timeout_s: float = 5.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.01)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    received = b""
+    try:
+        while data := connection.recv(1 << 16):
+            received += data
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def error_of(raw: bytes) -> tuple[int, dict[str, Any]]:
+    """Status and error object of the only answer in `raw`."""
+    head, _, body = raw.partition(b"\r\n\r\n")
+    lines = head.decode().lower().split("\r\n")
+    assert lines[0].startswith("http/1.1 ") and raw.count(b"HTTP/1.1 ") == 1, raw
+    headers = dict(line.split(": ", 1) for line in lines[1:])
+    assert headers["connection"] == "close" and headers["content-type"] == "application/json"
+    assert int(headers["content-length"]) == len(body) and len(headers["x-request-id"]) > 0
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return int(lines[0].split()[1]), error
+
+
+def head(path: str = "/", *lines: str) -> bytes:
+    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: test", *lines, "", ""]).encode()
+
+
+GET = b"GET / HTTP/1.1\r\nHost: test\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        head("/", f"A: {'x' * 2000}"),
+        head("/?" + "x" * 2000),
+        head("/", *(f"A{number}: x" for number in range(20))),
+        head("/", f"A: {'x' * 100_000}")[:-4],
+    ],
+    ids=["value", "target", "number", "unfinished"],
+)
+def test_a_head_is_bounded(server: Server, raw: bytes) -> None:
+    with server.connect() as connection:
+        connection.sendall(raw[:1000])
+        time.sleep(0.02)
+        connection.sendall(raw[1000:])
+        status, error = error_of(read_all(connection))
+    assert (status, error["code"]) == (431, "headers_too_large")
+    assert "at most 2000 bytes of request target and headers, in at most 20 headers" in error["message"]
+
+
+def test_a_head_within_bounds_is_answered(server: Server) -> None:
+    raw = head("/", f"A: {'x' * 1900}", "Content-Length: 0", "Connection: close")
+    assert server.ask(raw).startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b"POST / HT", head("/", "A: b")[:-2], head("/", "Content-Length: 9") + b"1234"],
+    ids=["line", "head", "body"],
+)
+def test_a_request_that_dribbles_is_ended(server: Server, part: bytes) -> None:
+    with server.connect() as connection:
+        started_s = time.monotonic()
+        for byte in part:
+            connection.sendall(bytes([byte]))
+        raw = read_all(connection)
+    assert 0.3 < time.monotonic() - started_s < 3
+    status, error = error_of(raw)
+    assert (status, error["code"], error["message"]) == (
+        408,
+        "request_timeout",
+        "the request took longer than 0.4 s to arrive",
+    )
+    wait_for(lambda: server.app.num_running == 0)
+
+
+def test_the_request_id_of_a_late_body_is_kept(server: Server) -> None:
+    raw = server.ask(head("/", "X-Request-Id: mine", "Content-Length: 9"))
+    assert b"x-request-id: mine\r\n" in raw
+
+
+@pytest.mark.parametrize("sent", [b"", GET, b"\r\n", GET + b"\r\n"], ids=["new", "used", "lines", "used, lines"])
+def test_an_idle_connection_is_closed(server: Server, sent: bytes) -> None:
+    started_s = time.monotonic()
+    raw = server.ask(sent)
+    assert raw.count(b"HTTP/1.1 200 OK") == sent.count(b"GET")
+    assert 0.5 < time.monotonic() - started_s < 4
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x00\xff\r\n\r\n",
+        b"GET / HTTP/9\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\n\r\n",
+        head("/", "Content-Length: x"),
+        head("/", "A b"),
+        head("/", "Content-Length: 5", "Transfer-Encoding: chunked"),
+        head("/", "Transfer-Encoding: chunked") + b"zz\r\n",
+    ],
+)
+def test_what_is_no_http(server: Server, raw: bytes) -> None:
+    status, error = error_of(server.ask(raw))
+    assert (status, error["message"]) == (400, "the request is not valid HTTP/1.1")
+
+
+@given(st.binary(min_size=1, max_size=300))
+@settings(max_examples=50, deadline=None)
+def test_any_bytes(server: Server, raw: bytes) -> None:
+    with server.connect() as connection:
+        connection.sendall(raw)
+        connection.shutdown(socket.SHUT_WR)
+        assert read_all(connection)[:9] in (b"", b"HTTP/1.1 ")
+    assert server.ask(head("/", "Connection: close", "Content-Length: 0")).startswith(b"HTTP/1.1 200 OK")
+
+
+# --- slow and leaving readers ------------------------------------------------------------------------------
+
+
+def test_a_reader_that_does_not_read_is_left(server: Server) -> None:
+    """The application stops producing when the buffers are full, and learns after `write_s` that nobody reads."""
+    server.app.num_sent = 0
+    with server.connect(receive_buffer=4096) as connection:
+        connection.sendall(head("/endless", "Content-Length: 0"))
+        wait_for(lambda: server.app.num_running == 1)
+        wait_for(lambda: server.app.num_running == 0)
+        # 64 KiB in the transport; the rest is the kernel's, which gives a loopback socket up to 4 MiB and some.
+        assert server.app.num_sent < 10 << 20
+        wait_for(lambda: server.num_connections == 0)
+
+
+def test_a_slow_reader_that_reads_is_served(server: Server) -> None:
+    with server.connect() as connection:
+        connection.sendall(head("/endless", "Content-Length: 0"))
+        deadline_s = time.monotonic() + 3 * LIMITS.write_s
+        while time.monotonic() < deadline_s:
+            assert connection.recv(1 << 20)
+            time.sleep(0.01)
+        assert server.app.num_running == 1
+    wait_for(lambda: server.app.num_running == 0)
+
+
+# --- more than was asked for -------------------------------------------------------------------------------
+
+
+def test_the_rest_of_an_answered_request_is_thrown_away(server: Server) -> None:
+    with server.connect() as connection:
+        connection.sendall(
+            head("/early", "Content-Length: 500000") + bytes(500_000) + head("/", "Content-Length: 3") + b"abc"
+        )
+        raw = read_all(connection)
+    assert raw.count(b"HTTP/1.1 200 OK") == 2 and raw.endswith(b"\r\n\r\n3")
+
+
+def test_but_not_without_end(server: Server) -> None:
+    num_sent = 0
+    with server.connect() as connection:
+        connection.sendall(head("/early", "Content-Length: 1000000000"))
+        try:
+            while num_sent < 1000 << 20:
+                num_sent += connection.send(bytes(1 << 20))
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+    assert num_sent < LIMITS.discarded_bytes + (10 << 20)  # and what the kernel took
+
+
+def test_and_not_forever(server: Server) -> None:
+    with server.connect() as connection:
+        connection.sendall(head("/early", "Content-Length: 50") + b"123")
+        assert read_all(connection).count(b"HTTP/1.1 ") == 1
+    wait_for(lambda: server.num_connections == 0)
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_pipelined_request_is_not_heard(server: Server, later: bool) -> None:
+    """The first one is answered whole, then the connection ends; and a client that leaves is still seen."""
+    server.app.gate.clear()
+    with server.connect() as connection:
+        first = head("/gate", "Content-Length: 0")
+        connection.sendall(first if later else first + GET)
+        wait_for(lambda: server.app.num_running == 1)
+        if later:
+            connection.sendall(GET)
+            time.sleep(0.05)
+        server.app.gate.set()
+        raw = read_all(connection)
+    assert raw.count(b"HTTP/1.1 200 OK") == 1 and b"connection: close" in raw
+
+
+def test_a_client_that_pipelines_and_leaves_is_seen(server: Server) -> None:
+    with server.connect() as connection:
+        connection.sendall(head("/endless", "Content-Length: 0") + GET)
+        connection.recv(1000)
+    wait_for(lambda: server.app.num_running == 0)
