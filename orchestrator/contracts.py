@@ -59,6 +59,11 @@ CANCEL_PARAMETER = "cancel"
 FRONT_MODELS: dict[str, tuple[TensorSpec, ...]] = {ORCHESTRATOR_MODEL: (REQUEST,)}
 
 
+# A request parameter: with it, whoever sent the request says when nobody waits any more, by a cancel or a stop, and
+# need not be watched closely.
+SAYS_CANCELS_PARAMETER = "says_cancels"
+
+
 # --- engines -----------------------------------------------------------------------------------------------
 
 

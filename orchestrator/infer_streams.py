@@ -10,6 +10,7 @@ from typing import Any
 from grpc import aio
 from tritonclient.grpc import service_pb2_grpc
 
+from orchestrator import contracts
 from orchestrator.errors import CancelledError, EngineError
 from orchestrator.wire import cancel_request, is_end
 
@@ -129,6 +130,7 @@ class Responses:
 
     def __init__(self, streams: InferStreams, request: Any) -> None:
         """`request` is one of `wire.new_request`, with an id that nobody can guess; `read` sends it."""
+        request.parameters[contracts.SAYS_CANCELS_PARAMETER].bool_param = True
         self._streams = streams
         self._request = request
         self._stream: InferStream | None = None

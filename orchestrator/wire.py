@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import numpy as np
 from tritonclient.grpc import service_pb2
 
 from orchestrator import contracts
@@ -15,7 +14,7 @@ from orchestrator.contracts import TensorSpec
 ASK_FOR_END = "triton_enable_empty_final_response"
 _IS_END = "triton_final_response"
 
-_NUMPY = {"TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_UINT64": np.uint64, "TYPE_FP32": np.float32}
+_FORMATS = {"TYPE_BOOL": "?", "TYPE_INT32": "i", "TYPE_UINT64": "Q", "TYPE_FP32": "f"}  # of `struct`
 
 
 def new_request(model: str, request_id: str = "") -> Any:
@@ -34,9 +33,8 @@ def ask_for_end(request: Any) -> bool:
 
 def add_row(request: Any, spec: TensorSpec, *values: Any) -> None:
     """Add the tensor `spec` of shape [1, len(values)]."""
-    row = np.array(values, dtype=_NUMPY[spec.dtype])
-    request.inputs.add(name=spec.name, datatype=spec.dtype.removeprefix("TYPE_"), shape=[1, len(values)])
-    request.raw_input_contents.append(row.tobytes())
+    request.inputs.add(name=spec.name, datatype=spec.dtype.removeprefix("TYPE_"), shape=(1, len(values)))
+    request.raw_input_contents.append(struct.pack(f"<{len(values)}{_FORMATS[spec.dtype]}", *values))
 
 
 def add_string(request: Any, spec: TensorSpec, value: bytes, shape: tuple[int, ...] = (1,)) -> None:

@@ -98,7 +98,9 @@ class OrchestratorModel:
         def leave() -> None:  # on the watcher's thread
             self._loop.call_soon_threadsafe(lambda: self._spawn(call.cancel()))
 
-        key = self._watcher.watch(sender.is_cancelled, leave)
+        key = self._watcher.watch(
+            sender.is_cancelled, leave, seldom=contracts.SAYS_CANCELS_PARAMETER in call.parameters
+        )
         if request_id:
             self._calls[request_id] = call
         try:

@@ -70,6 +70,7 @@ class GrpcEngineClient:
 def build_request(model: str, request: EngineRequest) -> Any:
     """`request` by NVIDIA's tensor contract, streaming; values that are the engine's defaults are left out."""
     message = new_request(model, request.request_id)
+    message.parameters[contracts.SAYS_CANCELS_PARAMETER].bool_param = True
     add_row(message, contracts.INPUT_IDS, *request.input_ids)
     add_row(message, contracts.INPUT_LENGTHS, len(request.input_ids))
     add_row(message, contracts.REQUEST_OUTPUT_LEN, request.max_new_tokens)

@@ -18,6 +18,7 @@ from orchestrator.engines.process import ProcessEngine
 from orchestrator.triton.cancellation import CancellationWatcher
 from orchestrator.triton.metrics import live_requests_gauge
 from orchestrator.triton.sender import Sender
+from orchestrator.triton.tensors import parameters_of
 
 # NVIDIA's parameter of this name and its default: how often a client that called the engine itself is checked.
 CANCELLATION_CHECK_PERIOD_S = 0.100
@@ -63,7 +64,8 @@ class EngineModel:
             with contextlib.suppress(EngineRefusal):  # a failed engine has ended the request already
                 self._engine.stop(parsed.request.request_id)
 
-        key = self._watcher.watch(sender.is_cancelled, leave)
+        says_cancels = contracts.SAYS_CANCELS_PARAMETER in parameters_of(request)
+        key = self._watcher.watch(sender.is_cancelled, leave, seldom=says_cancels)
         whole = [] if parsed.exclude_input else list(parsed.request.input_ids)
         log_probs: list[float] = []
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from orchestrator.triton.cancellation import CancellationWatcher
+from orchestrator.triton.cancellation import SELDOM, CancellationWatcher
 
 PERIOD_S = 0.002
 
@@ -49,8 +49,18 @@ def watcher(counts: list[int]) -> Iterator[CancellationWatcher]:
     watcher.close()
 
 
-def watch(watcher: CancellationWatcher, watched: Watched) -> int:
-    return watcher.watch(watched.is_cancelled, watched.cancel)
+def watch(watcher: CancellationWatcher, watched: Watched, *, seldom: bool = False) -> int:
+    return watcher.watch(watched.is_cancelled, watched.cancel, seldom=seldom)
+
+
+def test_who_says_himself_is_asked_seldom_but_found(watcher: CancellationWatcher) -> None:
+    often, seldom = Watched(), Watched()
+    watch(watcher, often)
+    watch(watcher, seldom, seldom=True)
+    until(lambda: seldom.num_polls == 3)
+    assert often.num_polls >= 3 * SELDOM - SELDOM
+    seldom.left = True
+    until(lambda: seldom.num_cancels > 1)
 
 
 def test_only_who_left_is_cancelled_and_repeatedly(watcher: CancellationWatcher) -> None:
