@@ -36,6 +36,7 @@ class Call:
         self.sink = sink
         self.received_s = time.monotonic()
         self.is_cancelled = False
+        self.request_id = parameters.get("x-request-id")  # the caller's name for it, in our log too
         self.id: str | None = None
         self._stop_engine: Callable[[], Awaitable[None]] | None = None
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from orchestrator.call import Call
 from orchestrator.config import Tier, Tiers
-from orchestrator.errors import ApiError, InternalError, ModelNotFoundError
+from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ModelNotFoundError
 from orchestrator.generation import Answer, EngineClient, Generation, facts
-from orchestrator.request import Request, parse_request
+from orchestrator.request import REQUEST_ID_RULE, Request, is_request_id, parse_request
 from orchestrator.streaming.tokenizer import ChatTokenizer
 
 log = logging.getLogger("orchestrator.requests")
@@ -49,6 +49,11 @@ class Pipeline:
 
     def _admit(self, call: Call) -> Request:
         call.raise_if_cancelled()
+        if call.request_id is not None and not is_request_id(call.request_id):
+            name, call.request_id = call.request_id, None
+            raise InvalidRequestError(
+                f"x-request-id: must be {REQUEST_ID_RULE} (got {name[:80]!r})", param="x-request-id"
+            )
         return parse_request(call.body)
 
     def _route(self, request: Request) -> Tier:
@@ -63,5 +68,6 @@ class Pipeline:
 
     def _settle(self, call: Call, answer: Answer | None, outcome: str) -> None:
         """After the last event: the log line. Limits, cache and quality sampling settle here."""
-        line = {"event": "request", "outcome": outcome} | (facts(call, answer) if answer else {})
+        line = {"event": "request", "outcome": outcome, "id": call.id, "x_request_id": call.request_id}
+        line |= facts(call, answer) if answer else {}
         log.info(json.dumps(line))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,6 +25,15 @@ MAX_TOOLS = 128  # OpenAI's limit
 # Grammars cost time and memory to compile, out of proportion to their length.
 MAX_SCHEMA_BYTES = 16 << 10
 MAX_REGEX_BYTES = 1 << 10
+
+
+# What a caller may call a request in `x-request-id`: it goes into logs and headers.
+REQUEST_ID_RULE = "1 to 128 letters, digits, '.', '_' or '-'"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def is_request_id(text: str) -> bool:
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 class Guide(NamedTuple):

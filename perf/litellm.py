@@ -89,8 +89,12 @@ def running_proxy(program: Path, gateway_url: str) -> Iterator[str]:
         port = settle(Ports(0, 0, 0, 0), LOOPBACK).gateway
         config = Path(folder, "config.yaml")
         to = {"model": "openai/auto", "api_base": f"{gateway_url}/v1", "api_key": "none"}
-        # JSON is YAML too.
-        config.write_text(json.dumps({"model_list": [{"model_name": "auto", "litellm_params": to}]}), encoding="utf-8")
+        settings = {
+            "model_list": [{"model_name": "auto", "litellm_params": to}],
+            # No key, as ours has none here: on loopback, for as long as it is measured.
+            "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
+        }
+        config.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML too
         command = [str(program), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
         # Its price list comes with the package; it is not to be fetched.
         env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}

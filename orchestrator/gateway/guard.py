@@ -19,7 +19,8 @@ from orchestrator.errors import ApiError, InternalError, InvalidRequestError, Sh
 from orchestrator.gateway.errors import HostNotAllowedError, OriginNotAllowedError
 from orchestrator.gateway.messages import send_error
 from orchestrator.gateway.metrics import OTHER_ROUTE, count_answer
-from orchestrator.gateway.request_id import ALLOWED, REQUEST_ID_HEADER, is_request_id, new_request_id
+from orchestrator.gateway.request_id import REQUEST_ID_HEADER, new_request_id
+from orchestrator.request import REQUEST_ID_RULE, is_request_id
 
 _CLIENT_LEFT = 499  # nginx's; nobody reads it, it is only counted
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -62,7 +63,7 @@ class Guard:
         status = _CLIENT_LEFT
         request_id = headers.get(REQUEST_ID_HEADER)
         refusal = self._find_fault(headers)
-        if request_id is None or not is_request_id(request_id):
+        if request_id is None or not is_request_id(request_id.decode("latin-1")):
             request_id = new_request_id()
             scope["headers"] = [*scope["headers"], (REQUEST_ID_HEADER, request_id)]
 
@@ -98,9 +99,9 @@ class Guard:
 
     def _find_fault(self, headers: dict[bytes, bytes]) -> ApiError | None:
         request_id = headers.get(REQUEST_ID_HEADER)
-        if request_id is not None and not is_request_id(request_id):
+        if request_id is not None and not is_request_id(name := request_id.decode("latin-1")):
             return InvalidRequestError(
-                f"x-request-id: must be {ALLOWED} (got {request_id[:80].decode('latin-1')!r})", param="x-request-id"
+                f"x-request-id: must be {REQUEST_ID_RULE} (got {name[:80]!r})", param="x-request-id"
             )
         host = headers.get(b"host", b"")
         if not self._is_host_allowed(host):

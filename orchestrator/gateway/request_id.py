@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Mapping
 
+from orchestrator.request import is_request_id
+
 REQUEST_ID_HEADER = b"x-request-id"
-ALLOWED = "1 to 128 letters, digits, '.', '_' or '-'"
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-
-
-def is_request_id(value: bytes) -> bool:
-    return _REQUEST_ID.fullmatch(value) is not None
 
 
 def new_request_id() -> bytes:
@@ -23,4 +18,4 @@ def new_request_id() -> bytes:
 def choose_request_id(headers: Mapping[bytes, bytes]) -> bytes:
     """The caller's, or a new one where there is none that could go into a log."""
     given = headers.get(REQUEST_ID_HEADER)
-    return given if given is not None and is_request_id(given) else new_request_id()
+    return given if given is not None and is_request_id(given.decode("latin-1")) else new_request_id()

@@ -447,6 +447,24 @@ def test_a_fault_of_ours_says_little_and_stops_the_engine(
     assert time.monotonic() - started_s < 5
 
 
+def test_the_log_has_the_callers_name_for_a_request(pipeline: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "orchestrator.requests"):
+        asyncio.run(pipeline.run(Call(body({"text": "x"}), {"x-request-id": "abc-1"}, RecordingSink())))
+    assert json.loads(caplog.messages[-1])["x_request_id"] == "abc-1"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "line\nbreak"])
+def test_a_name_that_could_not_go_into_a_log_is_refused(
+    pipeline: Pipeline, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    sink = RecordingSink()
+    with caplog.at_level(logging.INFO, "orchestrator.requests"):
+        asyncio.run(pipeline.run(Call(body({"text": "x"}), {"x-request-id": name}, sink)))
+    assert sink.error is not None
+    assert sink.error.param == "x-request-id"
+    assert json.loads(caplog.messages[-1])["x_request_id"] is None
+
+
 # --- cancelling ----------------------------------------------------------------------------------------------
 
 
