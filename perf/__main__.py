@@ -1,4 +1,4 @@
-"""The command line: `python -m perf overhead|litellm|streams|stagger|cancel`."""
+"""The command line: `python -m perf overhead|litellm|streams|stagger|cancel|cache-quality`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from perf.cache_quality import cache_quality
 from perf.cancel import cancel
 from perf.errors import PerfError
 from perf.litellm import litellm
@@ -31,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table, result = streams(options.artifacts, options.streams, options.rounds, options.tokens)
         elif options.command == "stagger":
             table, result = stagger(options.artifacts, options.rounds)
+        elif options.command == "cache-quality":
+            from perf.onnx_embedder import OnnxEmbedder  # no other command needs onnxruntime
+
+            table, result = cache_quality(options.pairs, OnnxEmbedder(options.embedder), options.errors)
         else:
             table, result = cancel(options.artifacts, options.times, options.others)
         publish(table, result, options.json)
@@ -72,6 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     command = add("cancel", "how soon the engine lets go when a client leaves")
     command.add_argument("--times", type=_count, default=30, help="clients that leave, alone and beside others each")
     command.add_argument("--others", type=_count, default=8, help="other streams")
+    command = add("cache-quality", "wrong and right hits of the semantic cache over pairs of questions")
+    command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs_unseen.jsonl"), metavar="FILE")
+    command.add_argument(
+        "--embedder", type=Path, default=Path("artifacts/embedder"), metavar="DIR", help="model.onnx and tokenizer.json"
+    )
+    command.add_argument("--errors", type=Path, metavar="FILE", help="write the pairs that went wrong to FILE")
     return parser
 
 

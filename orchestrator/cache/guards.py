@@ -1,0 +1,244 @@
+"""May the stored answer to one question be served to another that lies near it? Only if every guard says so.
+
+The questions are near by cosine already; what cosine does not see is what the guards look at. Every word that carries
+meaning has to find its like on the other side, by base form, by a group of the lexicon, by WordNet, or as a typing
+error; numbers, names, flags and identifiers have to be the same; who does what to whom has to be the same. A word that
+finds no like is a miss, also where two people would have said that it does not matter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import combinations
+
+from orchestrator.cache.chinese import read_chinese
+from orchestrator.cache.languages import guess_language
+from orchestrator.cache.lexicon import Lexicon, load_lexicon, words
+from orchestrator.cache.reading import Reading, Token, read_question
+from orchestrator.cache.typos import mend
+
+# Kinds that a question without any word of asking may stand for: "capital of France?", "reset iphone password".
+_NONE_LIKE = {"what", "how", "command"}
+# Orders to do something, whose answer is the thing itself and no instruction.
+_DOING = words(
+    """
+    write translate convert summarize summarise list calculate compute draft generate compose correct rewrite give
+    describe explain compare define name suggest recommend solve create design
+    """
+)
+# What a word that finds no like is about: for the metrics, it decides nothing.
+_LABELS = {
+    word: label
+    for label, listed in {
+        "negation": "not no never none nobody nothing neither nor hardly without avoid prevent cannot",
+        "condition": """
+            if unless without while because except excluding despite insteadof only when whenever until before after
+            """,
+        "scope": """
+            all any every each only first last both either some most few several entire whole single another next
+            previous final same other half part everyone everything anything always sometimes ever
+            """,
+        "modality": "can could may might should shall must would _can _should _must _will",
+        "format": """
+            table list json xml yaml csv bullet bullets point points sentence sentences paragraph word words short
+            brief briefly detail detailed details step steps summary essay poem html markdown python java javascript
+            rust go bash sql typescript ruby example examples
+            """,
+        "language": """
+            english spanish german french chinese italian portuguese japanese russian korean arabic dutch latin
+            """,
+    }.items()
+    for word in listed.split()
+}
+
+
+# A longer question is a text to work on rather than something to look up.
+MAX_CHARACTERS = 1000
+
+
+def rejecting_guard(cached: str, asked: str) -> str | None:
+    """The name of the first guard that will not have the two questions share an answer, or None.
+
+    What is in no language that the guards can read is rejected, as is what is longer than `MAX_CHARACTERS`.
+    """
+    if len(cached) > MAX_CHARACTERS or len(asked) > MAX_CHARACTERS:
+        return "length"
+    one, other = guess_language(cached), guess_language(asked)
+    if (
+        one.language is None
+        or other.language is None
+        or (one.certain and other.certain and one.language != other.language)
+    ):
+        return "language"
+    language = one.language if one.certain else other.language
+    if language != "zh":
+        lexicon = load_lexicon(language)
+        cached, asked = mend(cached, asked, lexicon), mend(asked, cached, lexicon)
+    return compare(read(cached, language), read(asked, language))
+
+
+@functools.lru_cache(maxsize=4096)
+def read(text: str, language: str) -> Reading:
+    return read_chinese(text) if language == "zh" else read_question(text, language)
+
+
+def compare(cached: Reading, asked: Reading) -> str | None:
+    """As `rejecting_guard`, for questions of one language that are read already."""
+    if cached.language != asked.language:
+        return "language"
+    if cached.flags != asked.flags:
+        return "identifier"
+    lexicon = load_lexicon(cached.language)
+    if not _same_kind(cached, asked):
+        return "kind"
+    if cached.tenses and asked.tenses and not cached.tenses & asked.tenses and "past" in cached.tenses | asked.tenses:
+        return "tense"
+    if not cached.tokens or not asked.tokens:
+        return "words" if cached.tokens or asked.tokens else None
+    if cached.language == "zh":
+        return _compare_in_order(cached.tokens, asked.tokens)
+    fold = not (cached.has_accents and asked.has_accents)
+    pairs = _align(cached.tokens, asked.tokens, lexicon, fold)
+    if isinstance(pairs, str):
+        return pairs
+    return _check_roles(pairs)
+
+
+def _same_kind(cached: Reading, asked: Reading) -> bool:
+    if cached.kinds == asked.kinds:
+        return True
+    if len(cached.kinds) != 1 or len(asked.kinds) != 1:
+        return False
+    kinds = {cached.kinds[0], asked.kinds[0]}
+    if kinds == {"how", "command"}:
+        commanding = cached if cached.kinds[0] == "command" else asked
+        return not (commanding.tokens and commanding.tokens[0].bases & _DOING)
+    return "none" in kinds and bool(kinds & _NONE_LIKE)
+
+
+def _align(
+    cached: Sequence[Token], asked: Sequence[Token], lexicon: Lexicon, fold: bool
+) -> list[tuple[int, int, Token, Token]] | str:
+    """Each word with its like, in the order of `cached`; or the guard that names what has none."""
+    if sorted(token.text for token in cached if token.is_number) != sorted(
+        token.text for token in asked if token.is_number
+    ):
+        return "number"
+    pairs: list[tuple[int, int, Token, Token]] = []
+    left = set(range(len(asked)))
+    unmatched: list[Token] = []
+    for index, token in enumerate(cached):
+        candidates = [place for place in range(len(asked)) if matches(token, asked[place], lexicon, fold)]
+        if not candidates:
+            unmatched.append(token)
+            continue
+        best = min(
+            candidates, key=lambda place: (place not in left, asked[place].text != token.text, abs(place - index))
+        )
+        left.discard(best)
+        pairs.append((index, best, token, asked[best]))
+    for place in sorted(left):
+        if not any(matches(token, asked[place], lexicon, fold) for token in cached):
+            unmatched.append(asked[place])
+    return _label(unmatched) if unmatched else pairs
+
+
+def _compare_in_order(cached: Sequence[Token], asked: Sequence[Token]) -> str | None:
+    """Without spaces nothing says where a word ends, so nothing may have moved."""
+    for one, other in zip(cached, asked):
+        if one.text != other.text and not one.groups & other.groups:
+            if one.is_number or other.is_number:
+                return "number"
+            return (
+                "order" if sorted(token.text for token in cached) == sorted(token.text for token in asked) else "words"
+            )
+    return None if len(cached) == len(asked) else "words"
+
+
+def _label(unmatched: list[Token]) -> str:
+    for token in unmatched:
+        label = _LABELS.get(token.text)
+        if label:
+            return label
+    if any(token.grade for token in unmatched):
+        return "superlative"
+    if any(token.is_name or token.usage == "name" for token in unmatched):
+        return "name"
+    if any(any(map(str.isdigit, token.text)) for token in unmatched):
+        return "identifier"
+    return "words"
+
+
+def matches(one: Token, other: Token, lexicon: Lexicon, fold: bool) -> bool:
+    """Whether the two words mean the same; with `fold`, accents do not count: one side writes none at all."""
+    if one.is_number or other.is_number:
+        return one.is_number and other.is_number and one.text == other.text
+    if one.grade != other.grade and not one.groups & other.groups:
+        return False
+    if one.text == other.text:
+        return True
+    if any(frozenset((left, right)) in lexicon.apart for left in one.bases for right in other.bases):
+        return False
+    if one.bases & other.bases or one.groups & other.groups:
+        return True
+    if any(lexicon.word(left).related & other.bases for left in one.bases):
+        return True
+    if any(lexicon.word(right).related & one.bases for right in other.bases):
+        return True
+    return fold and strip_accents(one.text) == strip_accents(other.text)
+
+
+_ACCENTS = str.maketrans("áàâäãéèêëíìîïóòôöõúùûüñç", "aaaaaeeeeiiiiooooouuuunc")
+
+
+def strip_accents(text: str) -> str:
+    return text.translate(_ACCENTS)
+
+
+def _is_strong(role: str) -> bool:
+    return role != "" and role[0] not in "~^"
+
+
+def _check_roles(pairs: list[tuple[int, int, Token, Token]]) -> str | None:
+    """Who does what to whom: the prepositions that matter, and the order of what has none."""
+    for _, _, cached, asked in pairs:
+        if cached.role[:1] == asked.role[:1] == "^" and cached.role != asked.role:
+            return "roles"
+        if cached.role != asked.role and (_is_strong(cached.role) or _is_strong(asked.role)):
+            return "roles"
+    for (at, there, cached, asked), (later_at, later_there, later_cached, later_asked) in combinations(pairs, 2):
+        if (at - later_at) * (there - later_there) >= 0:
+            continue
+        if cached.part != later_cached.part or asked.part != later_asked.part:
+            continue
+        keep_roles = cached.role == asked.role and later_cached.role == later_asked.role
+        if keep_roles and cached.is_verb != later_cached.is_verb and asked.is_verb != later_asked.is_verb:
+            continue  # "open an account", "account opening"
+        if _is_list(at, later_at, later_cached if at < later_at else cached) and _is_list(
+            there, later_there, later_asked if there < later_there else asked
+        ):
+            continue  # "tea or coffee", "coffee or tea"
+        if not _moved_with_role(cached, asked, later_cached, later_asked):
+            return "order"
+    return None
+
+
+def _is_list(place: int, other_place: int, later: Token) -> bool:
+    return abs(place - other_place) == 1 and later.is_joined
+
+
+def _moved_with_role(cached: Token, asked: Token, later_cached: Token, later_asked: Token) -> bool:
+    """Whether two words changed places because a phrase moved: "the capital of France", "France's capital"."""
+    if cached.role == later_cached.role and asked.role == later_asked.role:
+        return False
+    first_kept = cached.role == asked.role
+    later_kept = later_cached.role == later_asked.role
+    if first_kept and later_kept:
+        return True
+    # One had a weak preposition that the other form does without; the other must not have taken one over.
+    if first_kept and cached.role == "":
+        return "" in (later_cached.role, later_asked.role)
+    if later_kept and later_cached.role == "":
+        return "" in (cached.role, asked.role)
+    return False

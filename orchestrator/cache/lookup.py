@@ -1,0 +1,84 @@
+"""The lookup: the exact key, then the nearest questions of the partition, each past the guards.
+
+Whether a request may be looked up or stored at all (`Cache-Control`, temperature, how the answer ended) is decided by
+whoever calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from orchestrator.cache.guards import rejecting_guard
+from orchestrator.cache.key import Identity
+from orchestrator.cache.store import Entry, Store, Vector
+
+# Low, because the guards carry the precision: chosen on the seen pairs of tests/data (`python -m perf cache-quality`).
+THRESHOLD = 0.40
+# How many near questions the guards look at.
+NUM_CANDIDATES = 8
+
+Guard = Callable[[str, str], str | None]
+
+
+class Embedder(Protocol):
+    """Turns questions into vectors."""
+
+    def embed(self, text: str) -> Vector | None:
+        """The unit vector of `text`, or None if it is longer than the embedder's window: it must not be cut."""
+
+
+class Outcome(NamedTuple):
+    """What the cache has for a question.
+
+    `similarity` and `guard` tell of the nearest stored question also for a miss: `guard` is "threshold", "blocked" or
+    the guard that rejected it, None if there was none to compare with.
+    """
+
+    kind: Literal["exact", "semantic", "miss"]
+    entry: Entry | None = None
+    similarity: float | None = None
+    age_s: float | None = None
+    guard: str | None = None
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """`guard` names what rejects a pair of questions; one that never does leaves the threshold alone to decide."""
+
+    store: Store
+    clock: Callable[[], float]
+    threshold: float = THRESHOLD
+    guard: Guard = rejecting_guard
+
+    def find_exact(self, identity: Identity) -> Outcome:
+        """Needs no vector, so that it comes before the embedding."""
+        entry = self.store.get(identity)
+        return Outcome("miss") if entry is None else self._hit("exact", entry, 1.0)
+
+    def find_near(self, identity: Identity, vector: Vector | None) -> Outcome:
+        """The nearest question that is near enough and that no guard rejects. Without a vector always a miss."""
+        if vector is None or identity.question is None:
+            return Outcome("miss")
+        miss = Outcome("miss")
+        for entry, similarity in self.store.nearest(identity, vector, NUM_CANDIDATES):
+            guard = self._rejection(identity, entry, similarity)
+            if guard is None:
+                return self._hit("semantic", entry, similarity)
+            if miss.guard is None:
+                miss = Outcome("miss", similarity=similarity, guard=guard)
+            if similarity < self.threshold:
+                break
+        return miss
+
+    def _rejection(self, identity: Identity, entry: Entry, similarity: float) -> str | None:
+        if similarity < self.threshold:
+            return "threshold"
+        if self.store.is_blocked(identity, entry):
+            return "blocked"
+        return self.guard(entry.identity.question or "", identity.question or "")
+
+    def _hit(self, kind: Literal["exact", "semantic"], entry: Entry, similarity: float) -> Outcome:
+        self.store.touch(entry)
+        return Outcome(kind, entry, similarity, self.clock() - entry.stored_s)

@@ -1,0 +1,190 @@
+"""The in-process store: entries by exact key, and each partition's vectors.
+
+Bounded in bytes, the least recently used leave first; an entry's end is fixed when it comes in, and no use moves it.
+Synchronous, without I/O; not for several threads.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.cache.index import VectorIndex
+from orchestrator.cache.key import Identity
+
+Vector = npt.NDArray[np.float32]
+
+# What an entry costs beside its texts and vector: keys, slots of dictionaries, objects, an index if it is alone in its
+# partition (1.3 KB by tracemalloc; the graph of a large partition lies outside of what that sees).
+_ENTRY_OVERHEAD_BYTES = 2500
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored answer. Times are seconds of the store's clock."""
+
+    identity: Identity
+    answer: bytes
+    model: str
+    vector: Vector | None  # of unit length; None: only found by its exact key
+    stored_s: float
+    expires_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        question = self.identity.question or ""
+        vector_bytes = 0 if self.vector is None else self.vector.nbytes
+        return len(self.answer) + 4 * len(question) + 2 * vector_bytes + _ENTRY_OVERHEAD_BYTES
+
+
+class Near(NamedTuple):
+    """A stored question near the one that was asked."""
+
+    entry: Entry
+    similarity: float
+
+
+class Invalidated(NamedTuple):
+    """What an invalidation removed, or would remove."""
+
+    num_entries: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which entries to invalidate; what is None does not limit. Raises `ValueError` for one that limits nothing."""
+
+    tenant: str | None = None
+    model: str | None = None
+    older_than_s: float | None = None
+    text: str | None = None  # part of the question, whatever its case
+    everything: bool = False
+
+    def __post_init__(self) -> None:
+        limits = (self.tenant, self.model, self.older_than_s, self.text)
+        if all(limit is None for limit in limits) != self.everything:
+            raise ValueError("selection: give tenant, model, older_than_s or text, or everything=True alone")
+
+    def has(self, entry: Entry, now_s: float) -> bool:
+        return (
+            (self.tenant is None or entry.identity.tenant == self.tenant)
+            and (self.model is None or entry.model == self.model)
+            and (self.older_than_s is None or now_s - entry.stored_s > self.older_than_s)
+            and (self.text is None or self.text.lower() in (entry.identity.question or "").lower())
+        )
+
+
+class Store(Protocol):
+    """What a cache keeps its entries in."""
+
+    def get(self, identity: Identity) -> Entry | None: ...
+
+    def nearest(self, identity: Identity, vector: Vector, num: int) -> Sequence[Near]:
+        """The `num` nearest entries of the identity's partition, nearest first."""
+
+    def put(self, entry: Entry) -> None: ...
+
+    def touch(self, entry: Entry) -> None:
+        """Note that the entry was served."""
+
+    def is_blocked(self, identity: Identity, entry: Entry) -> bool:
+        """Whether the entry's question was said to be wrong for this one."""
+
+    def mark_wrong(self, asked: Identity, entry: Entry) -> None:
+        """Evict the entry, and never serve its question's answer to `asked` again."""
+
+    def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated: ...
+
+
+@dataclass
+class MemoryStore:
+    """`max_bytes` bounds the entries; `max_blocked` the pairs said to be wrong, the oldest are forgotten first."""
+
+    max_bytes: int
+    max_blocked: int = 10_000
+    clock: Callable[[], float] = monotonic
+    num_bytes: int = 0
+    _entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
+    _partitions: dict[str, VectorIndex] = field(default_factory=dict)
+    _blocked: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, identity: Identity) -> Entry | None:
+        entry = self._entries.get(identity.exact_key)
+        return None if entry is None else self._if_live(entry)
+
+    def nearest(self, identity: Identity, vector: Vector, num: int) -> list[Near]:
+        index = self._partitions.get(identity.partition)
+        if index is None:
+            return []
+        near = [Near(self._entries[key], similarity) for key, similarity in index.nearest(vector, num)]
+        return [each for each in near if self._if_live(each.entry) is not None]
+
+    def put(self, entry: Entry) -> None:
+        """Store it in place of an entry of the same key; one that is larger than `max_bytes` is not stored."""
+        if entry.identity.exact_key in self._entries:
+            self._remove(self._entries[entry.identity.exact_key])
+        if entry.num_bytes > self.max_bytes:
+            return
+        self._entries[entry.identity.exact_key] = entry
+        self.num_bytes += entry.num_bytes
+        if entry.vector is not None:
+            index = self._partitions.setdefault(entry.identity.partition, VectorIndex(len(entry.vector)))
+            index.add(entry.identity.exact_key, entry.vector)
+        while self.num_bytes > self.max_bytes:
+            self._remove(next(iter(self._entries.values())))
+
+    def touch(self, entry: Entry) -> None:
+        if entry.identity.exact_key in self._entries:
+            self._entries.move_to_end(entry.identity.exact_key)
+
+    def is_blocked(self, identity: Identity, entry: Entry) -> bool:
+        return _pair(identity, entry) in self._blocked
+
+    def mark_wrong(self, asked: Identity, entry: Entry) -> None:
+        if self._entries.get(entry.identity.exact_key) is entry:
+            self._remove(entry)
+        # An answer that is wrong for its own question is evicted; the next one may be right.
+        if asked.exact_key != entry.identity.exact_key:
+            self._blocked[_pair(asked, entry)] = None
+            while len(self._blocked) > self.max_blocked:
+                self._blocked.popitem(last=False)
+
+    def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated:
+        now_s = self.clock()
+        chosen = [entry for entry in self._entries.values() if selection.has(entry, now_s)]
+        if not dry_run:
+            for entry in chosen:
+                self._remove(entry)
+        return Invalidated(len(chosen), sum(entry.num_bytes for entry in chosen))
+
+    def _if_live(self, entry: Entry) -> Entry | None:
+        if self.clock() < entry.expires_s:
+            return entry
+        self._remove(entry)
+        return None
+
+    def _remove(self, entry: Entry) -> None:
+        key = entry.identity.exact_key
+        del self._entries[key]
+        self.num_bytes -= entry.num_bytes
+        if entry.vector is not None:
+            index = self._partitions[entry.identity.partition]
+            index.remove(key)
+            if not len(index):
+                del self._partitions[entry.identity.partition]
+
+
+def _pair(identity: Identity, entry: Entry) -> tuple[str, str]:
+    """The same for both directions: what is wrong for one is wrong for the other."""
+    first, second = sorted((identity.exact_key, entry.identity.exact_key))
+    return first, second

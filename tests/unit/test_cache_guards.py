@@ -1,0 +1,145 @@
+"""Which questions may share an answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.cache.guards import MAX_CHARACTERS, rejecting_guard
+from orchestrator.cache.languages import guess_language
+from orchestrator.cache.lexicon import load_lexicon
+from orchestrator.cache.typos import edit_distance, mend
+
+PAIRS = [
+    json.loads(line)
+    for line in (Path(__file__).parents[1] / "data" / "cache_pairs.jsonl").read_text(encoding="utf-8").splitlines()
+]
+QUESTIONS = sorted({pair[side]["messages"][-1]["content"] for pair in PAIRS for side in ("cached", "asked")})
+
+
+@pytest.mark.parametrize(
+    ("cached", "asked", "guard"),
+    [
+        ("How to turn on dark mode?", "How to turn off dark mode?", "words"),
+        ("enable 2FA", "disable 2FA", "words"),
+        ("Does a cat chase a dog?", "Does a dog chase a cat?", "order"),
+        ("What is 15% of 80?", "15% of 90?", "number"),
+        ("How to diagnose diabetes?", "What are symptoms of diabetes?", "kind"),
+        ("what is the function of money", "can you explain what function of TV is?", "name"),
+        ("Fly from Paris to Rome", "Fly from Rome to Paris", "roles"),
+        ("Which days is it open?", "Which days is it not open?", "negation"),
+        ("Can I eat before the test?", "Can I eat after the test?", "condition"),
+        ("Are all snakes venomous?", "Are most snakes venomous?", "scope"),
+        ("What is the best hotel?", "What is the worst hotel?", "superlative"),
+        ("May I park here?", "Must I park here?", "modality"),
+        ("What does grep -r do?", "What does grep -R do?", "identifier"),
+        ("Explain gravity in a table", "Explain gravity in a list", "format"),
+        ("Who is the king of Spain?", "Who was the king of Spain?", "tense"),
+        ("Translate it into French", "Translate it into German", "language"),
+        ("Où est la gare ?", "Where is the station?", "language"),
+        ("Что такое гравитация?", "Что такое гравитация", "language"),
+        ("a" * (MAX_CHARACTERS + 1), "a", "length"),
+    ],
+)
+def test_rejected(cached: str, asked: str, guard: str) -> None:
+    assert rejecting_guard(cached, asked) == guard
+    assert rejecting_guard(asked, cached) is not None
+
+
+@pytest.mark.parametrize(
+    ("cached", "asked"),
+    [
+        ("enable 2FA", "turn on 2FA"),
+        ("How do I turn the wifi off?", "How can I disable Wi-Fi?"),
+        ("Could you tell me the capital of Peru?", "what's Peru's capital"),
+        ("How do I sort a list in Python?", "In Python, how can I sort a list"),
+        ("Convert $100 to EUR", "convert 100 dollars into euros"),
+        ("What is on 3 March 2024?", "what is on march 3rd, 2024"),
+        ("Is tea or coffee better?", "Is coffee or tea better?"),
+        ("How do I recieve my refund?", "how do i receive my refund"),
+        ("Wie schalte ich das Licht aus?", "Wie kann ich das Licht ausschalten?"),
+        ("最便宜的酒店是哪家？", "哪家酒店最便宜？"),
+    ],
+)
+def test_accepted(cached: str, asked: str) -> None:
+    assert rejecting_guard(cached, asked) is None
+    assert rejecting_guard(asked, cached) is None
+
+
+def test_no_miss_of_the_seen_pairs_passes() -> None:
+    same_frame = [pair for pair in PAIRS if pair["kind"] not in ("history", "system")]
+    passed = [
+        (pair["cached"]["messages"][-1]["content"], pair["asked"]["messages"][-1]["content"])
+        for pair in same_frame
+        if pair["expect"] == "miss"
+    ]
+    assert [pair for pair in passed if rejecting_guard(*pair) is None] == []
+
+
+@given(question=st.sampled_from(QUESTIONS))
+def test_a_question_is_like_itself(question: str) -> None:
+    assert rejecting_guard(question, question) is None
+    assert rejecting_guard(question, question.rstrip("?？. ")) is None
+
+
+@given(one=st.text(max_size=60), other=st.text(max_size=60))
+def test_any_text_is_read(one: str, other: str) -> None:
+    rejecting_guard(one, other)
+    mend(one, other, load_lexicon("en"))
+
+
+def test_a_pair_takes_less_than_a_millisecond() -> None:
+    pairs = [(pair["cached"]["messages"][-1]["content"], pair["asked"]["messages"][-1]["content"]) for pair in PAIRS]
+    for pair in pairs:  # what is stored is read already
+        rejecting_guard(*pair)
+    started = time.process_time()
+    for pair in pairs:
+        rejecting_guard(*pair)
+    assert (time.process_time() - started) / len(pairs) < 0.001
+
+
+@pytest.mark.parametrize(
+    ("text", "language"),
+    [
+        ("How do I pay?", "en"),
+        ("¿Cómo pago?", "es"),
+        ("Wie bezahle ich das?", "de"),
+        ("Comment payer avec ma carte ?", "fr"),
+        ("怎么付款？", "zh"),
+        ("どうやって払いますか", None),
+        ("결제는 어떻게 하나요", None),
+        ("enable 2FA", "en"),
+    ],
+)
+def test_language(text: str, language: str | None) -> None:
+    assert guess_language(text).language == language
+
+
+def test_words_of_two_languages_are_not_certain() -> None:
+    assert not guess_language("enable 2FA").certain
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "distance"),
+    [
+        ("", "", 0),
+        ("the", "teh", 1),
+        ("recieve", "receive", 1),
+        ("kitten", "sitting", 3),
+        ("a", "abcd", 3),
+        ("ab", "b", 1),
+    ],
+)
+def test_edit_distance(one: str, other: str, distance: int) -> None:
+    assert edit_distance(one, other) == distance == edit_distance(other, one)
+
+
+def test_names_are_not_mended() -> None:
+    english = load_lexicon("en")
+    assert mend("who is Marta", "who is Maria", english) == "who is Marta"
+    assert mend("where is my pasword", "where is my password", english) == "where is my password"

@@ -1,0 +1,180 @@
+"""The in-process store: what stays, for how long, and what leaves first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from orchestrator.cache.index import GRAPH_FROM, VectorIndex
+from orchestrator.cache.key import Identity
+from orchestrator.cache.store import Entry, Invalidated, MemoryStore, Selection, Vector
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def unit(*values: float) -> Vector:
+    vector = np.array(values, np.float32)
+    return vector / np.linalg.norm(vector)
+
+
+def entry(name: str, *, ttl_s: float = 10.0, stored_s: float = 0.0, answer: bytes = b"{}", **fields: str) -> Entry:
+    identity = Identity(
+        fields.get("tenant", "default"), "auto", fields.get("partition", "p"), name, fields.get("question", name)
+    )
+    return Entry(identity, answer, fields.get("model", "llm_small"), unit(1, len(name)), stored_s, stored_s + ttl_s)
+
+
+def test_a_hit_does_not_extend_an_end() -> None:
+    clock = Clock()
+    store = MemoryStore(1 << 20, clock=clock)
+    kept = entry("a", ttl_s=2.0)
+    store.put(kept)
+    for now_s in (0.5, 1.0, 1.5, 1.99):  # a hit every half second does not keep it
+        clock.now_s = now_s
+        assert store.get(kept.identity) is kept
+        store.touch(kept)
+    clock.now_s = 2.0
+    assert store.get(kept.identity) is None
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_what_has_ended_is_not_near() -> None:
+    clock = Clock()
+    store = MemoryStore(1 << 20, clock=clock)
+    kept = entry("a", ttl_s=2.0)
+    store.put(kept)
+    assert kept.vector is not None
+    assert store.nearest(kept.identity, kept.vector, 1)[0].similarity == pytest.approx(1.0)
+    clock.now_s = 3.0
+    assert store.nearest(kept.identity, kept.vector, 1) == []
+
+
+def test_least_recently_used_leaves_first() -> None:
+    entries = [entry(name, answer=b"x" * 1000) for name in ("a", "b", "c", "d")]
+    store = MemoryStore(3 * entries[0].num_bytes, clock=Clock())
+    for each in entries[:3]:
+        store.put(each)
+    store.touch(entries[0])
+    store.put(entries[3])
+    assert [store.get(each.identity) is not None for each in entries] == [True, False, True, True]
+    assert store.num_bytes == 3 * entries[0].num_bytes
+
+
+def test_what_is_too_large_is_not_stored_and_nothing_leaves_for_it() -> None:
+    small = entry("a")
+    store = MemoryStore(2 * small.num_bytes, clock=Clock())
+    store.put(small)
+    store.put(entry("b", answer=b"x" * 10_000))
+    assert len(store) == 1
+
+
+def test_a_key_is_stored_once() -> None:
+    store = MemoryStore(1 << 20, clock=Clock())
+    store.put(entry("a", answer=b"old"))
+    store.put(entry("a", answer=b"newer"))
+    found = store.get(entry("a").identity)
+    assert found is not None and found.answer == b"newer"
+    assert store.num_bytes == found.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("selection", "names"),
+    [
+        (Selection(tenant="t2"), {"b"}),
+        (Selection(model="large"), {"c"}),
+        (Selection(older_than_s=5.0), {"a"}),
+        (Selection(text="BALANCE"), {"d"}),
+        (Selection(tenant="default", model="llm_small"), {"a", "d"}),
+        (Selection(everything=True), {"a", "b", "c", "d"}),
+    ],
+)
+def test_invalidation(selection: Selection, names: set[str]) -> None:
+    clock = Clock()
+    store = MemoryStore(1 << 20, clock=clock)
+    clock.now_s = 6.0
+    entries = [
+        entry("a", stored_s=0.0),
+        entry("b", stored_s=5.0, tenant="t2"),
+        entry("c", stored_s=5.0, model="large"),
+        entry("d", stored_s=5.0, question="What is my balance?"),
+    ]
+    for each in entries:
+        store.put(each)
+    chosen = [each for each in entries if each.identity.exact_key in names]
+    expected = Invalidated(len(names), sum(each.num_bytes for each in chosen))
+    assert store.invalidate(selection, dry_run=True) == expected
+    assert len(store) == 4
+    assert store.invalidate(selection, dry_run=False) == expected
+    assert {each.identity.exact_key for each in entries if store.get(each.identity)} == set("abcd") - names
+
+
+@pytest.mark.parametrize("fields", [{}, {"tenant": "t", "everything": True}])
+def test_a_selection_says_what_it_selects(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="give tenant, model, older_than_s or text, or everything=True alone"):
+        Selection(**fields)  # type: ignore[arg-type]
+
+
+def test_a_wrong_answer_is_evicted_and_the_pair_blocked() -> None:
+    store = MemoryStore(1 << 20, clock=Clock())
+    stored, asked, other = entry("a"), entry("b").identity, entry("c").identity
+    store.put(stored)
+    store.mark_wrong(asked, stored)
+    assert store.get(stored.identity) is None
+    store.put(stored)
+    assert store.is_blocked(asked, stored)
+    assert not store.is_blocked(other, stored)
+
+
+def test_blocked_pairs_are_bounded() -> None:
+    store = MemoryStore(1 << 20, max_blocked=2, clock=Clock())
+    stored = entry("a")
+    for name in ("b", "c", "d"):
+        store.mark_wrong(entry(name).identity, stored)
+    assert [store.is_blocked(entry(name).identity, stored) for name in ("b", "c", "d")] == [False, True, True]
+
+
+def test_partitions_do_not_see_each_other() -> None:
+    store = MemoryStore(1 << 20, clock=Clock())
+    stored = entry("a", partition="p1")
+    store.put(stored)
+    assert store.nearest(entry("a", partition="p2").identity, unit(1, 1), 8) == []
+
+
+def test_graph_finds_what_comparing_all_finds() -> None:
+    rows = np.random.default_rng(3).normal(size=(GRAPH_FROM + 200, 16)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    index = VectorIndex(16)
+    for number, row in enumerate(rows):
+        index.add(str(number), row)
+    removed = {str(number) for number in range(0, len(rows), 7)}
+    for key in sorted(removed):
+        index.remove(key)
+    assert len(index) == len(rows) - len(removed)
+    num_found = 0
+    for row in rows[:200]:
+        similarities = rows @ row
+        best = next(str(each) for each in np.argsort(-similarities) if str(each) not in removed)
+        found = index.nearest(row, 5)
+        assert not {key for key, _ in found} & removed
+        num_found += found[0][0] == best
+    assert num_found >= 190  # it is approximate
+
+
+def test_removing_keeps_the_other_rows() -> None:
+    index = VectorIndex(2)
+    for number in range(40):
+        index.add(str(number), unit(1, number))
+    for number in (0, 39, 20):
+        index.remove(str(number))
+    assert {index.nearest(unit(1, number), 1)[0][0] for number in (1, 38, 21)} == {"1", "38", "21"}
+    with pytest.raises(ValueError, match="key: '1' is in the index"):
+        index.add("1", unit(1, 1))
+    assert VectorIndex(2).nearest(unit(1, 1), 3) == []
