@@ -1,4 +1,4 @@
-"""Typed configuration, read once at start: `tiers.toml` of an artifact.
+"""Typed configuration, read once at start: `tiers.toml` and `embedder.toml` of an artifact.
 
 Every model is frozen and strict: an unknown key or a wrong type is a `ConfigError` that names the file, the key,
 the value and what is allowed.
@@ -59,6 +59,20 @@ class Tier(Row):
     input_price_per_million_tokens: Annotated[float, Field(ge=0)]
     output_price_per_million_tokens: Annotated[float, Field(ge=0)]
     generation: Generation
+
+
+class Embedder(Row):
+    """embedder.toml: the model behind the Triton model `embedding`, as who sends token ids must know it.
+
+    `max_input_tokens` counts word pieces, `cls_id` and `sep_id` included, which begin and end an input.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    max_input_tokens: Annotated[int, Field(gt=2)]
+    vocab_size: Annotated[int, Field(gt=0)]
+    cls_id: Annotated[int, Field(ge=0)]
+    sep_id: Annotated[int, Field(ge=0)]
+    pad_id: Annotated[int, Field(ge=0)]
 
 
 class Limits(Row):

@@ -17,6 +17,7 @@ JSON, because Triton's gRPC stream carries a text and no code. `from_message` is
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 
@@ -99,8 +100,18 @@ _BY_CODE: dict[str, type[ApiError]] = {
 }
 
 
+# Triton puts this before what a step of an ensemble says.
+_ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
+
+
+def strip_ensemble(message: str) -> str:
+    """What the step of an ensemble itself said."""
+    return _ENSEMBLE.sub("", message, count=1)
+
+
 def from_message(message: str) -> ApiError:
     """The error that `to_message` wrote; any other text is Triton's own and becomes an `EngineError`."""
+    message = strip_ensemble(message)
     try:
         error = json.loads(message)["error"]
         return _BY_CODE[error["code"]](error["message"], param=error["param"])

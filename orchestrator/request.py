@@ -44,32 +44,34 @@ class Guide(NamedTuple):
     param: str
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Base of what callers send: nothing converted, nothing ignored."""
+
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
 # --- messages and tools --------------------------------------------------------------------------------------
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(_Strict):
+class FunctionCall(Strict):
     """`arguments` is a JSON object as text, as the model wrote it."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
-class Message(_Strict):
+class Message(Strict):
     """`content` may be null only beside `tool_calls`; `tool_call_id` belongs to the role "tool"."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -85,23 +87,23 @@ class Message(_Strict):
         return "".join(part.text for part in self.content)
 
 
-class Function(_Strict):
+class Function(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(Strict):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(_Strict):
+class FunctionName(Strict):
     name: str
 
 
-class ToolChoice(_Strict):
+class ToolChoice(Strict):
     """The one function that must be called."""
 
     type: Literal["function"]
@@ -111,15 +113,15 @@ class ToolChoice(_Strict):
 # --- what the answer must look like --------------------------------------------------------------------------
 
 
-class TextFormat(_Strict):
+class TextFormat(Strict):
     type: Literal["text"]
 
 
-class JsonObjectFormat(_Strict):
+class JsonObjectFormat(Strict):
     type: Literal["json_object"]
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """OpenAI's `schema` field; `strict` is accepted because guided decoding is always strict."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -128,7 +130,7 @@ class JsonSchema(_Strict):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(_Strict):
+class JsonSchemaFormat(Strict):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -139,11 +141,11 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 # --- requests ------------------------------------------------------------------------------------------------
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """What both kinds of request share. Ranges are OpenAI's; `top_k` of 0 means all tokens."""
 
     model: str = "auto"
@@ -285,16 +287,21 @@ def parse_request(body: bytes, kind: Kind | None = None) -> Request:
 
     Raises `InvalidRequestError` naming the field, what is allowed and what came, or `RequestTooLargeError`.
     """
-    if len(body) > MAX_REQUEST_BYTES:
-        raise RequestTooLargeError(f"the request has {len(body)} bytes; at most {MAX_REQUEST_BYTES} are allowed")
-    if (depth := measure_nesting(body)) > MAX_NESTING:
-        raise InvalidRequestError(f"the request nests {depth} levels deep; at most {MAX_NESTING} are allowed")
+    check_size(body)
     try:
         if (kind or _guess_kind(body)) == "completion":
             return _checked_completion(CompletionRequest.model_validate_json(body))
         return _checked_chat(ChatRequest.model_validate_json(body))
     except ValidationError as error:
-        raise _explain(error) from error
+        raise explain(error) from error
+
+
+def check_size(body: bytes) -> None:
+    """Raise `RequestTooLargeError`, or `InvalidRequestError` for JSON that nests too deep to be parsed."""
+    if len(body) > MAX_REQUEST_BYTES:
+        raise RequestTooLargeError(f"the request has {len(body)} bytes; at most {MAX_REQUEST_BYTES} are allowed")
+    if (depth := measure_nesting(body)) > MAX_NESTING:
+        raise InvalidRequestError(f"the request nests {depth} levels deep; at most {MAX_NESTING} are allowed")
 
 
 def wants_stream(body: bytes, kind: Kind) -> bool:
@@ -388,7 +395,7 @@ def _check_message(path: str, message: Message) -> None:
         except (ValueError, RecursionError) as error:
             raise refuse(field, f"must be JSON: {error}") from error
         if not isinstance(arguments, dict):
-            raise refuse(field, f"must be a JSON object (got {_shorten(arguments)})")
+            raise refuse(field, f"must be a JSON object (got {shorten(arguments)})")
 
 
 # To bytes that read as int8 are the steps up and down; all others are left out.
@@ -409,7 +416,7 @@ def measure_nesting(body: bytes) -> int:
     return int(steps.cumsum(dtype=np.int32).max(initial=0))
 
 
-def _explain(error: ValidationError) -> InvalidRequestError:
+def explain(error: ValidationError) -> InvalidRequestError:
     """The first fault in a caller's words."""
     faults = error.errors(include_url=False, include_context=False)
     # Of the branches of a union, the one that got furthest is what the caller meant.
@@ -422,7 +429,7 @@ def _explain(error: ValidationError) -> InvalidRequestError:
     if fault["type"] == "missing":
         return InvalidRequestError(f"{param}: required", param=param)
     where = param or "the request"
-    return InvalidRequestError(f"{where}: {fault['msg']} (got {_shorten(fault['input'])})", param=param or None)
+    return InvalidRequestError(f"{where}: {fault['msg']} (got {shorten(fault['input'])})", param=param or None)
 
 
 # Fields that may be of several types: pydantic puts the name of the one it tried behind them.
@@ -443,6 +450,6 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return path
 
 
-def _shorten(value: Any) -> str:
+def shorten(value: Any) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

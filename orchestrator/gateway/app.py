@@ -15,9 +15,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from orchestrator.config import load_tiers
+from orchestrator.config import Embedder, load_tiers, read_toml
+from orchestrator.contracts import EMBEDDING_MODEL
 from orchestrator.errors import InternalError
 from orchestrator.gateway.chat import Completions
+from orchestrator.gateway.embeddings import Embeddings
 from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundError
 from orchestrator.gateway.guard import Guard
 from orchestrator.gateway.metrics import CONTENT_TYPE, render_page
@@ -41,7 +43,9 @@ class GatewayOptions:
 def create_app(options: GatewayOptions) -> Guard:
     """The ASGI application for the models of the artifact, served by one Triton."""
     tiers = load_tiers(options.artifact / "tiers.toml").tier
-    model_names = [AUTO, *dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])]
+    embedder = read_toml(options.artifact / "embedder.toml", Embedder)
+    generators = dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])
+    model_names = [AUTO, *generators, EMBEDDING_MODEL, embedder.name]
     engines = list(dict.fromkeys(tier.model for tier in tiers))
     created = int((options.artifact / "manifest.json").stat().st_mtime)
     triton = TritonClient(options.triton_grpc_url)
@@ -73,12 +77,13 @@ def create_app(options: GatewayOptions) -> Guard:
     async def openapi(_: Request) -> JSONResponse:
         return JSONResponse(description)
 
-    completions: dict[str, ASGIApp] = {
+    endpoints: dict[str, ASGIApp] = {
         "/v1/chat/completions": Completions(triton, "chat"),
         "/v1/completions": Completions(triton, "completion"),
+        "/v1/embeddings": Embeddings(triton, embedder),
     }
     routes = [
-        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in completions.items()),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
         Route("/v1/models", models),
         Route("/health", health),
         Route("/ready", ready),
@@ -91,7 +96,7 @@ def create_app(options: GatewayOptions) -> Guard:
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         """Past Starlette's layers where the time to the first token counts; all else, wrong methods too, through."""
         is_post = scope["type"] == "http" and scope["method"] == "POST"
-        endpoint = completions.get(scope["path"], app) if is_post else app
+        endpoint = endpoints.get(scope["path"], app) if is_post else app
         await endpoint(scope, receive, send)
 
     return Guard(

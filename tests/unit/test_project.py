@@ -88,7 +88,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "wire", "call"),
     ("streaming", "infer_streams", "cache", "routing"),
     ("request", "engines", "limits", "quality"),
-    ("generation",),
+    ("generation", "embedding"),
     ("pipeline",),
     ("triton", "gateway", "grpc_front", "chat"),
     ("__main__",),
@@ -98,6 +98,8 @@ LAYER_OF = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 # A heavy library is imported by the one place that wraps it.
 HEAVY = {
     "gguf": (),
+    "onnx": (),
+    "onnxruntime": ("embedding/encoder.py",),
     "openvino": ("engines/openvino.py", "engines/guides.py"),
     "openvino_genai": ("engines/openvino.py", "engines/guides.py"),
     "prometheus_client": ("gateway/",),
