@@ -58,10 +58,18 @@ def engine_parameters(settings: TritonModel, model: ModelRow | None) -> dict[str
 
 def make_tiers(target: TargetRow, models: Mapping[str, ModelRow]) -> Tiers:
     """The target's tiers with what the orchestrator must know of the model behind each."""
-    return Tiers(tier=[_tier(row, models[target.engines[row.model][0]]) for row in target.tiers], limits=target.limits)
+    tiers = [
+        _engine_tier(row, models[target.engines[row.model][0]]) if row.cloud is None else _cloud_tier(row)
+        for row in target.tiers
+    ]
+    return Tiers(tier=tiers, limits=target.limits)
 
 
-def _tier(row: TierRow, model: ModelRow) -> Tier:
+def _cloud_tier(row: TierRow) -> Tier:
+    return Tier.model_validate(dict(row))
+
+
+def _engine_tier(row: TierRow, model: ModelRow) -> Tier:
     return Tier(
         name=row.name,
         model=row.model,

@@ -42,7 +42,7 @@ def create_app(options: GatewayOptions) -> Guard:
     """The ASGI application for the models of the artifact, served by one Triton."""
     tiers = load_tiers(options.artifact / "tiers.toml").tier
     model_names = [AUTO, *dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])]
-    engines = list(dict.fromkeys(tier.model for tier in tiers))
+    engines = list(dict.fromkeys(tier.model for tier in tiers if tier.cloud is None))
     created = int((options.artifact / "manifest.json").stat().st_mtime)
     triton = TritonClient(options.triton_grpc_url)
     description = describe()
