@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from orchestrator.call import Call
 from orchestrator.config import Tier
-from orchestrator.engines import Chunk, EngineRequest
-from orchestrator.errors import EngineError, InvalidRequestError
+from orchestrator.engines import TRY_AGAIN, Chunk, EngineRequest
+from orchestrator.errors import EngineError, InvalidRequestError, OverloadedError
 from orchestrator.request import ChatRequest, Guide, Message, Request, ToolChoice
+from orchestrator.schemas import check_schema
 from orchestrator.streaming.chunks import AnswerWriter, ChatWriter, Choice, CompletionWriter, Usage
 from orchestrator.streaming.text import Piece, TextStream
 from orchestrator.streaming.tokenizer import ChatTokenizer
@@ -139,8 +140,14 @@ class Generation:
             else:
                 await self._generate_all(first)
         except EngineError as error:
-            if guide is not None and error.message.startswith("guided_decoding_guide"):
-                raise InvalidRequestError(f"{guide.param}: {error.message}", param=guide.param) from error
+            text = error.message.removeprefix("guided_decoding_guide: ")
+            if guide is not None and text != error.message:
+                if text.endswith(TRY_AGAIN):
+                    raise OverloadedError(f"{guide.param}: {text}") from error
+                raise InvalidRequestError(f"{guide.param}: {text}", param=guide.param) from error
+            if not isinstance(self._request, ChatRequest) and error.message.startswith("input_ids: "):
+                text = error.message.removeprefix("input_ids: ")
+                raise InvalidRequestError(f"prompt: {text}", param="prompt") from error
             raise
         self._call.on_cancel(None)
         self._output.finish()
@@ -263,6 +270,8 @@ def forced_call_guide(request: Request) -> Guide | None:
                 "additionalProperties": False,
             }
         )
+    for tool in request.offered_tools:
+        check_schema(tool.function.parameters or {}, "tools")
     schema = {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **({"$defs": definitions} if definitions else {})}
     return Guide("json_schema", json.dumps(schema, ensure_ascii=False), "tools")
 

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orchestrator.config import load_tiers
-from orchestrator.errors import InternalError
+from orchestrator.errors import InternalError, ModelNotFoundError
 from orchestrator.gateway.chat import Completions
 from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundError
 from orchestrator.gateway.guard import Guard
@@ -67,6 +67,15 @@ def create_app(options: GatewayOptions) -> Guard:
         ]
         return JSONResponse({"object": "list", "data": rows})
 
+    async def model(request: Request) -> JSONResponse:
+        name = request.path_params["name"]
+        if name not in model_names:
+            error = ModelNotFoundError(
+                f"model: {name[:80]!r} does not exist; one of {', '.join(model_names)}", param="model"
+            )
+            return JSONResponse(error.body(), error.status)
+        return JSONResponse({"id": name, "object": "model", "created": created, "owned_by": "triton-realtime"})
+
     async def metrics(_: Request) -> Response:
         return Response(await render_page(options.triton_metrics_url), headers={"content-type": CONTENT_TYPE})
 
@@ -80,6 +89,7 @@ def create_app(options: GatewayOptions) -> Guard:
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in completions.items()),
         Route("/v1/models", models),
+        Route("/v1/models/{name}", model),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
