@@ -66,6 +66,7 @@ class App:
         while not leaving.done():
             await send({"type": "http.response.body", "body": bytes(10_000), "more_body": True})
             self.num_sent += 10_000
+            await asyncio.sleep(0)  # `send` alone need not let others run, and `receive` is one of them
 
 
 class Server:
