@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fake_cloud import DONE, FakeCloud, Reply, answer, delta, event, fake_cloud, usage
 from in_process import RecordingSink
+from serving import wait_for
 
 from orchestrator.call import Call
 from orchestrator.cloud import create_cloud_client
@@ -133,7 +134,8 @@ def test_a_stream(cloud: FakeCloud) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_usage_is_the_apis(cloud: FakeCloud, stream: bool) -> None:
     cloud.reply = Reply([delta("Hi there", finish="length"), usage(7, 2), DONE])
-    sink = run(cloud, stream=stream, stream_options={"include_usage": True})
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    sink = run(cloud, stream=stream, **options)
     assert sink.events[-1]["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
     assert (sink.text, sink.finish_reasons, cloud.got[0].body["stream"]) == ("Hi there", ["length"], True)
 
@@ -210,7 +212,7 @@ def test_stop_strings_are_applied_here_too(cloud: FakeCloud) -> None:
     cloud.reply = Reply([delta("on"), delta("e EN"), delta("D two")], end="hang")
     sink = run(cloud, stop="END")
     assert (sink.text, sink.finish_reasons) == ("one ", ["stop"])
-    assert cloud.num_left == 1
+    wait_for(lambda: cloud.num_left == 1)
     assert sink.events[-1]["rt"]["usage_estimated"]
     cloud.reply = Reply(answer("the EN"))
     assert run(cloud, stop="END").text == "the EN"
