@@ -87,7 +87,11 @@ def engine_parameters(settings: TritonModel, model: AnyModelRow | None) -> dict[
 
 def make_tiers(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Tiers:
     """The target's tiers with what the orchestrator must know of the model behind each."""
-    return Tiers(tier=[_tier(row, models[target.engines[row.model][0]]) for row in target.tiers], limits=target.limits)
+    tiers = [
+        _engine_tier(row, models[target.engines[row.model][0]]) if row.cloud is None else _cloud_tier(row)
+        for row in target.tiers
+    ]
+    return Tiers(tier=tiers, limits=target.limits)
 
 
 def make_embedder(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Embedder:
@@ -104,7 +108,11 @@ def make_embedder(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Embed
     )
 
 
-def _tier(row: TierRow, model: AnyModelRow) -> Tier:
+def _cloud_tier(row: TierRow) -> Tier:
+    return Tier.model_validate(dict(row))
+
+
+def _engine_tier(row: TierRow, model: AnyModelRow) -> Tier:
     assert isinstance(model, ModelRow)
     return Tier(
         name=row.name,

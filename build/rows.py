@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from build.errors import BuildError
-from orchestrator.config import Generation, Limits, Row, ToolFormat, read_toml
+from orchestrator.config import Cloud, Generation, Limits, Row, ToolFormat, read_toml
 from orchestrator.contracts import ORCHESTRATOR_MODEL
 
 HERE = Path(__file__).parent
@@ -208,15 +208,26 @@ class TritonModel(Row):
 class TierRow(Row):
     """A tier as a target offers it; prices are US dollars for a million tokens.
 
-    `tool_parser` stands for the model's own where an engine plays several models, as the scripted one does.
+    `tool_parser` stands for the model's own where an engine plays several models, as the scripted one does. With
+    `cloud` the model is an API's: `model` is the name callers use, and `context_window` is what no model row says.
     """
 
     name: Name
-    model: TritonName
+    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     input_price_per_million_tokens: Price
     output_price_per_million_tokens: Price
     tool_parser: ToolFormat | None = None
     generation: Generation
+    context_window: Count | None = None
+    cloud: Cloud | None = None
+
+    @model_validator(mode="after")
+    def _window_is_known_once(self) -> TierRow:
+        if (self.context_window is None) != (self.cloud is None):
+            raise ValueError("context_window: required for a cloud tier, and for no other; an engine has its model's")
+        if self.cloud is not None and self.tool_parser is not None:
+            raise ValueError("tool_parser: an API takes tools by itself; a cloud tier leaves it out")
+        return self
 
 
 class TargetRow(Row):
@@ -244,7 +255,7 @@ class TargetRow(Row):
                 "only 1 is allowed, because its state lives in one process"
             )
         for tier in self.tiers:
-            if tier.model not in self.engines:
+            if tier.cloud is None and tier.model not in self.engines:
                 raise ValueError(
                     f"tiers: {tier.name!r} uses model {tier.model!r}; engines here: {', '.join(self.engines)}"
                 )

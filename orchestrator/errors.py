@@ -8,6 +8,7 @@
     ├── ShuttingDownError        503  the caller: try again, on another server
     ├── CancelledError           499  nobody: the caller left
     ├── EngineError              502  the operator: the engine failed or answered nonsense
+    ├── CloudError               502  the operator: the API behind a cloud tier failed or answered nonsense
     └── InternalError            500  us
 
 An error travels from the orchestrator to the gateway as the message of a Triton error: OpenAI's error object as
@@ -81,6 +82,11 @@ class EngineError(ApiError):
     code = "engine_error"
 
 
+class CloudError(ApiError):
+    status = 502
+    code = "cloud_error"
+
+
 class InternalError(ApiError):
     pass
 
@@ -95,6 +101,7 @@ _BY_CODE: dict[str, type[ApiError]] = {
         ShuttingDownError,
         CancelledError,
         EngineError,
+        CloudError,
         InternalError,
     )
 }

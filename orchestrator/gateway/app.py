@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orchestrator.config import Embedder, load_tiers, read_toml
 from orchestrator.contracts import EMBEDDING_MODEL
-from orchestrator.errors import InternalError
+from orchestrator.errors import InternalError, ModelNotFoundError
 from orchestrator.gateway.chat import Completions
 from orchestrator.gateway.embeddings import Embeddings
 from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundError
@@ -46,7 +46,7 @@ def create_app(options: GatewayOptions) -> Guard:
     embedder = read_toml(options.artifact / "embedder.toml", Embedder)
     generators = dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])
     model_names = [AUTO, *generators, EMBEDDING_MODEL, embedder.name]
-    engines = list(dict.fromkeys(tier.model for tier in tiers))
+    engines = list(dict.fromkeys(tier.model for tier in tiers if tier.cloud is None))
     created = int((options.artifact / "manifest.json").stat().st_mtime)
     triton = TritonClient(options.triton_grpc_url)
     description = describe()
@@ -71,6 +71,15 @@ def create_app(options: GatewayOptions) -> Guard:
         ]
         return JSONResponse({"object": "list", "data": rows})
 
+    async def model(request: Request) -> JSONResponse:
+        name = request.path_params["name"]
+        if name not in model_names:
+            error = ModelNotFoundError(
+                f"model: {name[:80]!r} does not exist; one of {', '.join(model_names)}", param="model"
+            )
+            return JSONResponse(error.body(), error.status)
+        return JSONResponse({"id": name, "object": "model", "created": created, "owned_by": "triton-realtime"})
+
     async def metrics(_: Request) -> Response:
         return Response(await render_page(options.triton_metrics_url), headers={"content-type": CONTENT_TYPE})
 
@@ -85,6 +94,7 @@ def create_app(options: GatewayOptions) -> Guard:
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
         Route("/v1/models", models),
+        Route("/v1/models/{name}", model),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),

@@ -8,6 +8,7 @@ import pytest
 
 from build.errors import BuildError
 from build.recipes import RECIPES
+from build.render import make_tiers
 from build.rows import HERE, EmbedderRow, list_targets, load_models, load_target
 from orchestrator.config import ConfigError, read_toml
 
@@ -80,6 +81,53 @@ def test_a_wrong_target_row_is_told_where_and_what(tmp_path: Path, old: str, new
     with pytest.raises((BuildError, ConfigError), match=message) as caught:
         load_target("cpu", tmp_path)
     assert "cpu.toml: " in str(caught.value)
+
+
+CLOUD = """
+[[tiers]]
+name = "cloud"
+model = "gpt-4.1"
+context_window = 100000
+input_price_per_million_tokens = 1.0
+output_price_per_million_tokens = 2.0
+generation = { max_output_tokens = 256 }
+[tiers.cloud]
+base_url = "https://api.example.com/v1"
+model = "gpt-4.1"
+"""
+
+
+def write_target(folder: Path, more: str) -> None:
+    text = (HERE / "targets" / "scripted.toml").read_text(encoding="utf-8")
+    (folder / "scripted.toml").write_text(text + more, encoding="utf-8")
+
+
+def test_a_cloud_tier(tmp_path: Path) -> None:
+    write_target(tmp_path, CLOUD)
+    target = load_target("scripted", tmp_path)
+    tier = make_tiers(target, load_models(target)).tier[-1]
+    assert (tier.name, tier.model, tier.context_window, tier.tokenizer) == ("cloud", "gpt-4.1", 100000, None)
+    assert tier.cloud is not None and tier.cloud.base_url == "https://api.example.com/v1"
+
+
+def test_no_target_of_ours_has_one() -> None:
+    assert all(tier.cloud is None for name in list_targets() for tier in load_target(name).tiers)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("context_window = 100000", "", "context_window: required for a cloud tier, and for no other"),
+        ("context_window", 'tool_parser = "hermes"\ncontext_window', "tool_parser: an API takes tools by itself"),
+        ("[tiers.cloud]", "[tiers.clouds]", r"tiers\.4\.clouds: Extra inputs"),
+        ("https://", "", r"tiers\.4\.cloud\.base_url: "),
+    ],
+)
+def test_a_wrong_cloud_tier_is_told_where_and_what(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in CLOUD
+    write_target(tmp_path, CLOUD.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message):
+        load_target("scripted", tmp_path)
 
 
 def test_an_unknown_target_names_the_known_ones() -> None:

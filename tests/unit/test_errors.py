@@ -17,6 +17,7 @@ ALL = (
     (errors.ShuttingDownError, 503, "server_error", "shutting_down"),
     (errors.CancelledError, 499, "cancelled", "cancelled"),
     (errors.EngineError, 502, "server_error", "engine_error"),
+    (errors.CloudError, 502, "server_error", "cloud_error"),
     (errors.InternalError, 500, "server_error", "internal_error"),
 )
 
