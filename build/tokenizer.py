@@ -15,7 +15,7 @@ from gguf import GGUFReader, TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from build.errors import BuildError
-from build.rows import ModelRow
+from build.rows import EmbedderRow, ModelRow
 
 # How llama.cpp's names of pre-tokenizers read in the `tokenizers` library. "smollm" splits digits one by one
 # and is GPT-2's splitting otherwise (llama.cpp, llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM).
@@ -39,6 +39,30 @@ def write_tokenizer(gguf: Path, model: ModelRow, folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(tokenizer, model))
     _write_json(folder / "config.json", _model_config(model))
+
+
+def write_word_pieces(source: Path, model: EmbedderRow, path: Path) -> None:
+    """Write the tokenizer.json of an embedder to `path`, without the cutting and padding that it may come with.
+
+    Raises `BuildError` if its special tokens or its size are not those of the model's row.
+    """
+    tokenizer = Tokenizer.from_file(str(source))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    ids = model.token_ids
+    expected = {"[CLS]": ids.cls, "[SEP]": ids.sep, "[PAD]": ids.pad}
+    for token, expected_id in expected.items():
+        if tokenizer.token_to_id(token) != expected_id:
+            raise BuildError(
+                f"{source.name}: {token} is {tokenizer.token_to_id(token)}, the row of {model.name!r} says "
+                f"{expected_id}; fix the row"
+            )
+    if tokenizer.get_vocab_size() != model.architecture.vocab_size:
+        raise BuildError(
+            f"{source.name}: has {tokenizer.get_vocab_size()} word pieces, the row of {model.name!r} says "
+            f"{model.architecture.vocab_size}; fix the row"
+        )
+    tokenizer.save(str(path))
 
 
 def read_metadata(gguf: Path) -> dict[str, Any]:

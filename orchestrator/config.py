@@ -1,4 +1,4 @@
-"""Typed configuration, read once at start: `tiers.toml` of an artifact.
+"""Typed configuration, read once at start: `tiers.toml` and `embedder.toml` of an artifact.
 
 Every model is frozen and strict: an unknown key or a wrong type is a `ConfigError` that names the file, the key,
 the value and what is allowed.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,24 +42,90 @@ class Generation(Row):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
+Seconds = Annotated[float, Field(gt=0, le=3600)]
+
+
+class Cloud(Row):
+    """An OpenAI-compatible API as the engine of a tier.
+
+    `base_url` is what `/chat/completions` is put behind, with the version if the API has one in its path. `model` is
+    the API's own name for the model. `key_env` names the environment variable that holds the key; without it none is
+    sent. `limit_field` is the name of the answer's limit in tokens: all APIs know `max_tokens`, but OpenAI's reasoning
+    models refuse it. The first token is timed from the moment the request is sent, connecting included.
+    """
+
+    base_url: str
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    connect_timeout_s: Seconds = 5.0
+    first_token_timeout_s: Seconds = 30.0
+    token_timeout_s: Seconds = 15.0
+
+    @field_validator("base_url")
+    @classmethod
+    def _check_url(cls, base_url: str) -> str:
+        url = urlsplit(base_url)
+        if url.scheme not in ("http", "https") or not url.hostname or not base_url.isprintable() or " " in base_url:
+            raise ValueError("must be http://host[:port][/path] or https://host[:port][/path]")
+        if "@" in url.netloc or url.query or url.fragment:
+            raise ValueError("takes no user, query or fragment; a key goes into the variable that key_env names")
+        _ = url.port  # raises `ValueError` when it is none
+        return base_url
+
+    @model_validator(mode="after")
+    def _guard_key(self) -> Cloud:
+        url = urlsplit(self.base_url)
+        if self.key_env is not None and url.scheme == "http" and url.hostname not in ("localhost", "127.0.0.1", "::1"):
+            raise ValueError("base_url: a key leaves this machine by https alone; use https://, or leave key_env out")
+        return self
+
+
 class Tier(Row):
     """One tier: where a request of some complexity goes, and on what terms.
 
+    Its model is an engine of this server or, with `cloud`, somebody else's: then `model` is only the name callers use.
     `tokenizer` is a folder relative to tiers.toml with tokenizer.json and chat_template.jinja.
     `context_window` counts tokens of prompt and answer together. `tool_parser` is the format in which the model calls
-    tools; a model without one takes none. Prices are in US dollars.
+    tools; an engine's model without one takes none. Prices are in US dollars.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
     model: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
-    tokenizer: str
+    tokenizer: str | None = None
     context_window: Annotated[int, Field(gt=0)]
-    end_id: Annotated[int, Field(ge=0)]
-    pad_id: Annotated[int, Field(ge=0)]
+    end_id: Annotated[int, Field(ge=0)] | None = None
+    pad_id: Annotated[int, Field(ge=0)] | None = None
     tool_parser: ToolFormat | None = None
     input_price_per_million_tokens: Annotated[float, Field(ge=0)]
     output_price_per_million_tokens: Annotated[float, Field(ge=0)]
     generation: Generation
+    cloud: Cloud | None = None
+
+    @model_validator(mode="after")
+    def _has_one_engine(self) -> Tier:
+        for field in ("tokenizer", "end_id", "pad_id"):
+            if (getattr(self, field) is None) != (self.cloud is not None):
+                raise ValueError(
+                    f"{field}: required for a tier with an engine model, and for no other; a cloud tier leaves it out"
+                )
+        if self.cloud is not None and self.tool_parser is not None:
+            raise ValueError("tool_parser: an API takes tools by itself; a cloud tier leaves it out")
+        return self
+
+
+class Embedder(Row):
+    """embedder.toml: the model behind the Triton model `embedding`, as who sends token ids must know it.
+
+    `max_input_tokens` counts word pieces, `cls_id` and `sep_id` included, which begin and end an input.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    max_input_tokens: Annotated[int, Field(gt=2)]
+    vocab_size: Annotated[int, Field(gt=0)]
+    cls_id: Annotated[int, Field(ge=0)]
+    sep_id: Annotated[int, Field(ge=0)]
+    pad_id: Annotated[int, Field(ge=0)]
 
 
 class Limits(Row):
@@ -102,10 +169,16 @@ def describe(error: ValidationError) -> list[str]:
 
 
 def load_tiers(path: Path) -> Tiers:
-    """Read tiers.toml; raises `ConfigError`, also for two tiers of one name."""
+    """Read tiers.toml; raises `ConfigError`, also for two tiers of one name, and a model that is engine and cloud."""
     tiers = read_toml(path, Tiers)
     names = [tier.name for tier in tiers.tier]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{path}: tier.name: {name!r} is used {names.count(name)} times; names are unique")
+    engines = {tier.model for tier in tiers.tier if tier.cloud is None}
+    for tier in tiers.tier:
+        if tier.cloud is not None and tier.model in engines:
+            raise ConfigError(
+                f"{path}: tier.model: {tier.model!r} of the cloud tier {tier.name!r} is an engine model too; rename it"
+            )
     return tiers

@@ -55,10 +55,6 @@ EVENT = TensorSpec("event", "TYPE_STRING", optional=False)
 # refuses the parameter; whoever uses ids of his own on Triton's port shares them at his own risk.
 CANCEL_PARAMETER = "cancel"
 
-# What the gRPC front serves to strangers: the models, and the inputs each takes. All else is refused there.
-FRONT_MODELS: dict[str, tuple[TensorSpec, ...]] = {ORCHESTRATOR_MODEL: (REQUEST,)}
-
-
 # A request parameter: with it, whoever sent the request says when nobody waits any more, by a cancel or a stop, and
 # need not be watched closely.
 SAYS_CANCELS_PARAMETER = "says_cancels"
@@ -193,3 +189,27 @@ ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("num_input_tokens", "TYPE_INT32"),
     TensorSpec("num_output_tokens", "TYPE_INT32"),
 )
+
+# --- embedding ---------------------------------------------------------------------------------------------
+
+# The ensemble, and its two parts. All three batch: on the wire each tensor leads with the batch.
+EMBEDDING_MODEL = "embedding"
+EMBEDDING_TOKENIZER_MODEL = "embedding_tokenizer"
+EMBEDDING_ENCODER_MODEL = "embedding_encoder"
+
+TEXT = TensorSpec("text", "TYPE_STRING", optional=False)
+# Word pieces of the embedder; not the ids of an LLM, whose tensor has the same name.
+EMBEDDING_INPUT_IDS = TensorSpec("input_ids", "TYPE_INT32", (-1,), optional=False)
+ATTENTION_MASK = TensorSpec("attention_mask", "TYPE_INT32", (-1,), optional=False)  # 1: a token, 0: padding
+NUM_TOKENS = TensorSpec("num_tokens", "TYPE_INT32", optional=False)  # of the text, without padding
+EMBEDDING_DIMENSIONS = 384
+EMBEDDING = TensorSpec("embedding", "TYPE_FP32", (EMBEDDING_DIMENSIONS,), optional=False)  # of length 1
+
+
+# --- the gRPC front ----------------------------------------------------------------------------------------
+
+# What it serves to strangers: the models, and the inputs each takes, as they come on the wire. All else is refused.
+FRONT_MODELS: dict[str, tuple[TensorSpec, ...]] = {
+    ORCHESTRATOR_MODEL: (REQUEST,),
+    EMBEDDING_MODEL: (TEXT._replace(dims=(-1, 1)),),
+}

@@ -8,6 +8,7 @@
     ├── ShuttingDownError        503  the caller: try again, on another server
     ├── CancelledError           499  nobody: the caller left
     ├── EngineError              502  the operator: the engine failed or answered nonsense
+    ├── CloudError               502  the operator: the API behind a cloud tier failed or answered nonsense
     └── InternalError            500  us
 
 An error travels from the orchestrator to the gateway as the message of a Triton error: OpenAI's error object as
@@ -17,6 +18,7 @@ JSON, because Triton's gRPC stream carries a text and no code. `from_message` is
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 
@@ -80,6 +82,11 @@ class EngineError(ApiError):
     code = "engine_error"
 
 
+class CloudError(ApiError):
+    status = 502
+    code = "cloud_error"
+
+
 class InternalError(ApiError):
     pass
 
@@ -94,13 +101,24 @@ _BY_CODE: dict[str, type[ApiError]] = {
         ShuttingDownError,
         CancelledError,
         EngineError,
+        CloudError,
         InternalError,
     )
 }
 
 
+# Triton puts this before what a step of an ensemble says.
+_ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
+
+
+def strip_ensemble(message: str) -> str:
+    """What the step of an ensemble itself said."""
+    return _ENSEMBLE.sub("", message, count=1)
+
+
 def from_message(message: str) -> ApiError:
     """The error that `to_message` wrote; any other text is Triton's own and becomes an `EngineError`."""
+    message = strip_ensemble(message)
     try:
         error = json.loads(message)["error"]
         return _BY_CODE[error["code"]](error["message"], param=error["param"])

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from orchestrator.call import Call
 from orchestrator.config import Tier
-from orchestrator.engines import Chunk, EngineRequest
-from orchestrator.errors import EngineError, InvalidRequestError
+from orchestrator.engines import TRY_AGAIN, Chunk, EngineRequest
+from orchestrator.errors import EngineError, InvalidRequestError, OverloadedError
 from orchestrator.request import ChatRequest, Guide, Message, Request, ToolChoice
+from orchestrator.schemas import check_schema
 from orchestrator.streaming.chunks import AnswerWriter, ChatWriter, Choice, CompletionWriter, Usage
 from orchestrator.streaming.text import Piece, TextStream
 from orchestrator.streaming.tokenizer import ChatTokenizer
@@ -43,17 +44,73 @@ class EngineClient(Protocol):
 
 @dataclass(slots=True)
 class Answer:
-    """What was made so far, as the settle stage and the log need it."""
+    """What was made so far, as the settle stage and the log need it.
+
+    `is_estimated` says that the counts of tokens are: a cloud tier's API tells them at the end of an answer alone.
+    """
 
     request: Request
     tier: Tier
     num_prompt_tokens: int = 0
     choices: list[Choice] = field(default_factory=list)
     first_token_s: float | None = None
+    is_estimated: bool = False
+    num_completion_tokens: int | None = None  # as an API counts them; else they are the choices' own
 
     @property
     def usage(self) -> Usage:
+        if self.num_completion_tokens is not None:
+            return Usage(self.num_prompt_tokens, self.num_completion_tokens)
         return Usage(self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices))
+
+
+class AnswerOutput:
+    """Sends an answer's events to its call, or keeps its parts for the whole answer; knows of no engine."""
+
+    def __init__(self, call: Call, answer: Answer, answer_id: str) -> None:
+        """Begins the answer: makes its choices, and names the call."""
+        self._call = call
+        self._answer = answer
+        self._request = answer.request
+        make_writer = ChatWriter if isinstance(self._request, ChatRequest) else CompletionWriter
+        self._writer: AnswerWriter = make_writer(
+            answer_id, int(time.time()), answer.tier.model, include_usage=self._request.include_usage
+        )
+        answer.choices = [Choice(index) for index in range(self._request.num_choices)]
+        self._num_unfinished = len(answer.choices)
+        call.id = answer_id
+
+    def emit(self, choice: Choice, piece: Piece) -> None:
+        if piece.log_probs is not None:
+            choice.log_probs = [*(choice.log_probs or []), *piece.log_probs]
+        choice.calls += piece.calls
+        if piece.text:
+            choice.pieces.append(piece.text)
+        if not self._request.stream:
+            return
+        if piece.text or piece.log_probs:
+            self._call.sink.send(self._writer.delta(choice.index, piece.text, piece.log_probs), final=False)
+        if piece.calls:
+            self._call.sink.send(self._writer.calls(choice.index, piece.calls), final=False)
+
+    def end_choice(self, choice: Choice, finish_reason: str) -> None:
+        choice.finish_reason = finish_reason
+        self._num_unfinished -= 1
+        # The last event of all carries the facts; it is `finish`'s.
+        if self._request.stream and (self._num_unfinished or self._request.include_usage):
+            self._call.sink.send(self._writer.finish(choice, None), final=False)
+        self._last = choice
+
+    def finish(self) -> None:
+        """Send the final event, once every choice has ended."""
+        rt = facts(self._call, self._answer)
+        if not self._request.stream:
+            event = self._writer.whole(self._answer.choices, self._answer.usage, rt)
+        elif self._request.include_usage:
+            event = self._writer.usage(self._answer.usage, rt)
+        else:
+            event = self._writer.finish(self._last, rt)
+        self._call.sink.send(event, final=True)
 
 
 class Generation:
@@ -75,25 +132,25 @@ class Generation:
         input_ids = await self._tokenize()
         first = build_engine_request(self._request, self._tier, input_ids, guide)
         self._answer.num_prompt_tokens = len(input_ids)
-        make_writer = ChatWriter if isinstance(self._request, ChatRequest) else CompletionWriter
-        self._writer: AnswerWriter = make_writer(
-            first.request_id, int(time.time()), self._tier.model, include_usage=self._request.include_usage
-        )
-        self._answer.choices = [Choice(index) for index in range(self._request.num_choices)]
-        self._num_unfinished = len(self._answer.choices)
-        self._call.id = first.request_id
+        self._output = AnswerOutput(self._call, self._answer, first.request_id)
         self._call.on_cancel(self._stop_all)
         try:
-            if self._num_unfinished == 1:
+            if len(self._answer.choices) == 1:
                 await self._generate(self._answer.choices[0], first)
             else:
                 await self._generate_all(first)
         except EngineError as error:
-            if guide is not None and error.message.startswith("guided_decoding_guide"):
-                raise InvalidRequestError(f"{guide.param}: {error.message}", param=guide.param) from error
+            text = error.message.removeprefix("guided_decoding_guide: ")
+            if guide is not None and text != error.message:
+                if text.endswith(TRY_AGAIN):
+                    raise OverloadedError(f"{guide.param}: {text}") from error
+                raise InvalidRequestError(f"{guide.param}: {text}", param=guide.param) from error
+            if not isinstance(self._request, ChatRequest) and error.message.startswith("input_ids: "):
+                text = error.message.removeprefix("input_ids: ")
+                raise InvalidRequestError(f"prompt: {text}", param="prompt") from error
             raise
         self._call.on_cancel(None)
-        self._finish()
+        self._output.finish()
 
     async def _tokenize(self) -> list[int]:
         def tokenize() -> list[int]:
@@ -144,48 +201,20 @@ class Generation:
                     if token_ids and self._answer.first_token_s is None:
                         self._answer.first_token_s = time.monotonic()
                     choice.num_tokens += len(token_ids)
-                    self._emit(choice, text.push(token_ids, chunk.log_probs))
+                    self._output.emit(choice, text.push(token_ids, chunk.log_probs))
                     if text.is_stopped:
                         break
         finally:
             self._live.discard(engine_request.request_id)
         self._raise_if_over()  # a stopped engine ends its stream as if the answer were whole
-        self._emit(choice, text.flush())
+        self._output.emit(choice, text.flush())
         at_limit = choice.num_tokens >= engine_request.max_new_tokens and not ended_by_id and not text.is_stopped
-        choice.finish_reason = "length" if at_limit else "tool_calls" if choice.calls else "stop"
-        self._num_unfinished -= 1
-        # The last event of all carries the facts; it is `_finish`'s.
-        if self._request.stream and (self._num_unfinished or self._request.include_usage):
-            self._call.sink.send(self._writer.finish(choice, None), final=False)
-        self._last = choice
+        self._output.end_choice(choice, "length" if at_limit else "tool_calls" if choice.calls else "stop")
 
     def _raise_if_over(self) -> None:
         self._call.raise_if_cancelled()
         if self._has_failed:
             raise EngineError("another choice of this request failed")
-
-    def _emit(self, choice: Choice, piece: Piece) -> None:
-        if piece.log_probs is not None:
-            choice.log_probs = [*(choice.log_probs or []), *piece.log_probs]
-        choice.calls += piece.calls
-        if piece.text:
-            choice.pieces.append(piece.text)
-        if not self._request.stream:
-            return
-        if piece.text or piece.log_probs:
-            self._call.sink.send(self._writer.delta(choice.index, piece.text, piece.log_probs), final=False)
-        if piece.calls:
-            self._call.sink.send(self._writer.calls(choice.index, piece.calls), final=False)
-
-    def _finish(self) -> None:
-        rt = facts(self._call, self._answer)
-        if not self._request.stream:
-            event = self._writer.whole(self._answer.choices, self._answer.usage, rt)
-        elif self._request.include_usage:
-            event = self._writer.usage(self._answer.usage, rt)
-        else:
-            event = self._writer.finish(self._last, rt)
-        self._call.sink.send(event, final=True)
 
 
 # --- tools ---------------------------------------------------------------------------------------------------
@@ -241,6 +270,8 @@ def forced_call_guide(request: Request) -> Guide | None:
                 "additionalProperties": False,
             }
         )
+    for tool in request.offered_tools:
+        check_schema(tool.function.parameters or {}, "tools")
     schema = {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **({"$defs": definitions} if definitions else {})}
     return Guide("json_schema", json.dumps(schema, ensure_ascii=False), "tools")
 
@@ -318,7 +349,10 @@ def for_choice(request: EngineRequest, index: int) -> EngineRequest:
 
 
 def facts(call: Call, answer: Answer) -> dict[str, Any]:
-    """`rt`: what this system says of one answer. Times in ms from the call's arrival; cost in US dollars."""
+    """`rt`: what this system says of one answer. Times in ms from the call's arrival; cost in US dollars.
+
+    `usage_estimated` is there, and true, only when the counts of tokens are estimates.
+    """
     total_s = time.monotonic() - call.received_s
     ttft_s = None if answer.first_token_s is None else answer.first_token_s - call.received_s
     tier, usage = answer.tier, answer.usage
@@ -336,6 +370,7 @@ def facts(call: Call, answer: Answer) -> dict[str, Any]:
         "tokens": usage.completion_tokens,
         "tps": tokens_per_second(usage.completion_tokens, ttft_s, total_s),
         "cost_usd": round(cost, 9),
+        **({"usage_estimated": True} if answer.is_estimated else {}),
     }
 
 

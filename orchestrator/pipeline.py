@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from orchestrator.call import Call
+from orchestrator.cloud.generation import CloudClient, CloudGeneration
 from orchestrator.config import Tier, Tiers
 from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ModelNotFoundError
 from orchestrator.generation import Answer, EngineClient, Generation, facts
@@ -21,12 +22,15 @@ AUTO = "auto"
 class Pipeline:
     """Serves calls, all on one event loop; holds no state of a call."""
 
-    def __init__(self, tiers: Tiers, root: Path, engines: EngineClient) -> None:
+    def __init__(self, tiers: Tiers, root: Path, engines: EngineClient, cloud: CloudClient | None = None) -> None:
+        """`cloud` is needed by cloud tiers alone."""
         self._tiers = tiers.tier
         self._engines = engines
+        self._cloud = cloud
         # Tiers of one model share its tokenizer.
-        loaded = {tier.tokenizer: ChatTokenizer.load(root / tier.tokenizer) for tier in self._tiers}
-        self._tokenizers = {tier.name: loaded[tier.tokenizer] for tier in self._tiers}
+        folders = {tier.name: tier.tokenizer for tier in self._tiers if tier.tokenizer is not None}
+        loaded = {folder: ChatTokenizer.load(root / folder) for folder in set(folders.values())}
+        self._tokenizers = {name: loaded[folder] for name, folder in folders.items()}
 
     async def run(self, call: Call) -> None:
         """Serve one call to its only end: a final event, or an error."""
@@ -37,7 +41,7 @@ class Pipeline:
             # Identity (keys, quotas) and the cache look-up go here.
             tier = self._route(request)
             answer = Answer(request, tier)
-            await Generation(call, answer, self._tokenizers[tier.name], self._engines).run()
+            await self._generate(call, answer)
         except ApiError as error:
             outcome = error.code
             call.sink.fail(error)
@@ -65,6 +69,16 @@ class Pipeline:
                 return tier
         names = [AUTO, *dict.fromkeys(name for tier in self._tiers for name in (tier.name, tier.model))]
         raise ModelNotFoundError(f"model: {request.model!r} does not exist; one of {', '.join(names)}", param="model")
+
+    async def _generate(self, call: Call, answer: Answer) -> None:
+        """The whole answer, its last event too."""
+        name = answer.tier.name
+        if answer.tier.cloud is None:
+            await Generation(call, answer, self._tokenizers[name], self._engines).run()
+        elif self._cloud is not None:
+            await CloudGeneration(call, answer, self._cloud).run()
+        else:
+            raise InternalError(f"tier {name!r} is a cloud tier, but there is no client for it")
 
     def _settle(self, call: Call, answer: Answer | None, outcome: str) -> None:
         """After the last event: the log line. Limits, cache and quality sampling settle here."""

@@ -15,10 +15,13 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from orchestrator.errors import InvalidRequestError, RequestTooLargeError
+from orchestrator.schemas import check_schema
 
 # One request's JSON on every way in. Checked before parsing.
 MAX_REQUEST_BYTES = 1 << 20
 MAX_NESTING = 64
+# Values and keys of all objects and arrays together; more than a context window of token ids.
+MAX_VALUES = 1 << 14
 MAX_STOPS = 16
 MAX_CHOICES = 8
 MAX_TOOLS = 128  # OpenAI's limit
@@ -44,36 +47,38 @@ class Guide(NamedTuple):
     param: str
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Base of what callers send: nothing converted, nothing ignored."""
+
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
 # --- messages and tools --------------------------------------------------------------------------------------
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(_Strict):
+class FunctionCall(Strict):
     """`arguments` is a JSON object as text, as the model wrote it."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
-class Message(_Strict):
+class Message(Strict):
     """`content` may be null only beside `tool_calls`; `tool_call_id` belongs to the role "tool"."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
@@ -85,23 +90,23 @@ class Message(_Strict):
         return "".join(part.text for part in self.content)
 
 
-class Function(_Strict):
+class Function(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(Strict):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(_Strict):
+class FunctionName(Strict):
     name: str
 
 
-class ToolChoice(_Strict):
+class ToolChoice(Strict):
     """The one function that must be called."""
 
     type: Literal["function"]
@@ -111,15 +116,15 @@ class ToolChoice(_Strict):
 # --- what the answer must look like --------------------------------------------------------------------------
 
 
-class TextFormat(_Strict):
+class TextFormat(Strict):
     type: Literal["text"]
 
 
-class JsonObjectFormat(_Strict):
+class JsonObjectFormat(Strict):
     type: Literal["json_object"]
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """OpenAI's `schema` field; `strict` is accepted because guided decoding is always strict."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -128,7 +133,7 @@ class JsonSchema(_Strict):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(_Strict):
+class JsonSchemaFormat(Strict):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -139,11 +144,11 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 # --- requests ------------------------------------------------------------------------------------------------
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """What both kinds of request share. Ranges are OpenAI's; `top_k` of 0 means all tokens."""
 
     model: str = "auto"
@@ -212,13 +217,13 @@ class GenerationRequest(_Strict):
 class ChatRequest(GenerationRequest):
     """One `/v1/chat/completions` body."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     # The engines' contract carries the log probability of the chosen token alone.
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -259,7 +264,7 @@ def _is_int(value: Any) -> bool:
 class CompletionRequest(GenerationRequest):
     """One `/v1/completions` body. `prompt` is text or token ids; it reaches the model without a chat template."""
 
-    prompt: str | list[Annotated[int, Field(ge=0, lt=2**31)]]
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     echo: Literal[False] | None = None
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
@@ -285,16 +290,23 @@ def parse_request(body: bytes, kind: Kind | None = None) -> Request:
 
     Raises `InvalidRequestError` naming the field, what is allowed and what came, or `RequestTooLargeError`.
     """
-    if len(body) > MAX_REQUEST_BYTES:
-        raise RequestTooLargeError(f"the request has {len(body)} bytes; at most {MAX_REQUEST_BYTES} are allowed")
-    if (depth := measure_nesting(body)) > MAX_NESTING:
-        raise InvalidRequestError(f"the request nests {depth} levels deep; at most {MAX_NESTING} are allowed")
+    check_size(body)
     try:
         if (kind or _guess_kind(body)) == "completion":
             return _checked_completion(CompletionRequest.model_validate_json(body))
         return _checked_chat(ChatRequest.model_validate_json(body))
     except ValidationError as error:
-        raise _explain(error) from error
+        raise explain(error) from error
+
+
+def check_size(body: bytes) -> None:
+    """Raise `RequestTooLargeError`, or `InvalidRequestError` for JSON that would be slow to parse, or to explain."""
+    if len(body) > MAX_REQUEST_BYTES:
+        raise RequestTooLargeError(f"the request has {len(body)} bytes; at most {MAX_REQUEST_BYTES} are allowed")
+    if (depth := measure_nesting(body)) > MAX_NESTING:
+        raise InvalidRequestError(f"the request nests {depth} levels deep; at most {MAX_NESTING} are allowed")
+    if (num_values := count_values(body)) > MAX_VALUES:
+        raise InvalidRequestError(f"the request has about {num_values} values; at most {MAX_VALUES} are allowed")
 
 
 def wants_stream(body: bytes, kind: Kind) -> bool:
@@ -302,13 +314,13 @@ def wants_stream(body: bytes, kind: Kind) -> bool:
 
     Raises as `parse_request` does, but not for every fault.
     """
-    if len(body) <= MAX_REQUEST_BYTES and measure_nesting(body) <= MAX_NESTING:
-        with contextlib.suppress(ValueError):
-            fields = pydantic_core.from_json(body)
-            if isinstance(fields, dict) and ("prompt" in fields) == (kind == "completion"):
-                stream = fields.get("stream", False)
-                if isinstance(stream, bool):
-                    return stream
+    check_size(body)
+    with contextlib.suppress(ValueError):
+        fields = pydantic_core.from_json(body)
+        if isinstance(fields, dict) and ("prompt" in fields) == (kind == "completion"):
+            stream = fields.get("stream", False)
+            if isinstance(stream, bool):
+                return stream
     return parse_request(body, kind).stream
 
 
@@ -324,8 +336,14 @@ def _guess_kind(body: bytes) -> Kind:
 def _checked_completion(request: CompletionRequest) -> CompletionRequest:
     if not request.prompt:
         raise InvalidRequestError("prompt: must not be empty", param="prompt")
+    _check_options(request)
     _check_guided(request, is_guided=request.guide is not None)
     return request
+
+
+def _check_options(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options: only with stream: true", param="stream_options")
 
 
 def _check_guided(request: GenerationRequest, *, is_guided: bool) -> None:
@@ -339,6 +357,7 @@ def _check_guided(request: GenerationRequest, *, is_guided: bool) -> None:
 
 def _checked_chat(request: ChatRequest) -> ChatRequest:
     """What no single field can tell."""
+    _check_options(request)
     for index, message in enumerate(request.messages):
         _check_message(f"messages[{index}]", message)
     guide = request.guide
@@ -348,6 +367,8 @@ def _checked_chat(request: ChatRequest) -> ChatRequest:
             f"at most {MAX_SCHEMA_BYTES} are allowed",
             param="response_format.json_schema.schema",
         )
+    if isinstance(request.response_format, JsonSchemaFormat):
+        check_schema(request.response_format.json_schema.schema_, "response_format.json_schema.schema")
     if guide is not None and guide.param == "response_format" and request.guided_regex is not None:
         raise InvalidRequestError("guided_regex: cannot be combined with response_format", param="guided_regex")
     if request.tool_choice not in (None, "none") and not request.tools:
@@ -359,6 +380,8 @@ def _checked_chat(request: ChatRequest) -> ChatRequest:
                 f"tool_choice.function.name: {name!r} is not among tools; one of {', '.join(names)}",
                 param="tool_choice.function.name",
             )
+    if request.parallel_tool_calls is not None and not request.tools:
+        raise InvalidRequestError("parallel_tool_calls: only with tools", param="parallel_tool_calls")
     _check_guided(request, is_guided=guide is not None or request.must_call)
     if request.offered_tools and request.logprobs:
         raise InvalidRequestError("logprobs: cannot be combined with tools", param="logprobs")
@@ -388,12 +411,24 @@ def _check_message(path: str, message: Message) -> None:
         except (ValueError, RecursionError) as error:
             raise refuse(field, f"must be JSON: {error}") from error
         if not isinstance(arguments, dict):
-            raise refuse(field, f"must be a JSON object (got {_shorten(arguments)})")
+            raise refuse(field, f"must be a JSON object (got {shorten(arguments)})")
 
 
 # To bytes that read as int8 are the steps up and down; all others are left out.
 _STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"{[}]"))
+
+
+def count_values(body: bytes) -> int:
+    """About how many values `body` has, as if it were JSON; an upper bound when it has few commas."""
+    num_commas = body.count(b",")
+    if num_commas > MAX_VALUES:
+        num_commas = sum(part.count(b",") for part in _outside_strings(body))
+    return num_commas + 1
+
+
+def _outside_strings(body: bytes) -> list[bytes]:
+    return body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
 
 
 def measure_nesting(body: bytes) -> int:
@@ -404,12 +439,12 @@ def measure_nesting(body: bytes) -> int:
     num_opening = body.count(b"{") + body.count(b"[")
     if num_opening <= MAX_NESTING:
         return num_opening
-    outside_strings = b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
+    outside_strings = b"".join(_outside_strings(body))
     steps = np.frombuffer(outside_strings.translate(_STEPS, _NO_BRACKETS), np.int8)
     return int(steps.cumsum(dtype=np.int32).max(initial=0))
 
 
-def _explain(error: ValidationError) -> InvalidRequestError:
+def explain(error: ValidationError) -> InvalidRequestError:
     """The first fault in a caller's words."""
     faults = error.errors(include_url=False, include_context=False)
     # Of the branches of a union, the one that got furthest is what the caller meant.
@@ -422,7 +457,8 @@ def _explain(error: ValidationError) -> InvalidRequestError:
     if fault["type"] == "missing":
         return InvalidRequestError(f"{param}: required", param=param)
     where = param or "the request"
-    return InvalidRequestError(f"{where}: {fault['msg']} (got {_shorten(fault['input'])})", param=param or None)
+    reason = fault["msg"].removeprefix("Value error, ")  # pydantic's
+    return InvalidRequestError(f"{where}: {reason} (got {shorten(fault['input'])})", param=param or None)
 
 
 # Fields that may be of several types: pydantic puts the name of the one it tried behind them.
@@ -440,9 +476,9 @@ def _path(loc: tuple[int | str, ...]) -> str:
             path += f".{part}" if path else part
         # A branch may be called like a union itself.
         before = part if before not in _UNIONS else None
-    return path
+    return path if len(path) <= 200 else path[:197] + "..."
 
 
-def _shorten(value: Any) -> str:
+def shorten(value: Any) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -52,6 +52,11 @@ def find_output(response: Any, spec: TensorSpec) -> bytes | None:
     return None
 
 
+def read_outputs(infer_response: Any) -> dict[str, bytes]:
+    """The raw bytes of every output of a `ModelInferResponse`, by name."""
+    return {output.name: raw for output, raw in zip(infer_response.outputs, infer_response.raw_output_contents)}
+
+
 def is_end(response: Any) -> bool:
     """Whether this response is the last of its request."""
     parameters = response.infer_response.parameters

@@ -41,6 +41,8 @@ class Stack:
         return load_tiers(self.artifact / "tiers.toml").tier[0]
 
     def load_tokenizer(self) -> ChatTokenizer:
+        if self.tier.tokenizer is None:
+            raise PerfError(f"tier {self.tier.name!r} is a cloud tier; the cheapest must be an engine's to be measured")
         return ChatTokenizer.load(self.artifact / self.tier.tokenizer)
 
 

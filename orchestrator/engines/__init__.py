@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+# How the text of a refusal ends that only says "not now".
+TRY_AGAIN = "try again later"
+
 
 class EngineRefusal(Exception):
     """This request cannot be run; the text names the tensor, its value and what is allowed."""

@@ -58,6 +58,10 @@ class GuideChecker:
         self._asked: Guide | None = None
         self._start()
 
+    def knows(self, guide: Guide) -> bool:
+        """Whether the verdict on `guide` is there already."""
+        return guide in self._verdicts
+
     def check(self, guide: Guide) -> bool:
         """Whether `guide` may be used; False when that is not known yet: ask again.
 

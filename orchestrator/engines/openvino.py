@@ -24,7 +24,7 @@ import openvino_genai as genai
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from orchestrator import contracts
-from orchestrator.engines import Chunk, EngineRefusal, EngineRequest
+from orchestrator.engines import TRY_AGAIN, Chunk, EngineRefusal, EngineRequest
 from orchestrator.engines.guide_checker import MAX_VERDICTS, Guide, GuideChecker
 from orchestrator.engines.guides import COMPILE_NICENESS, GuideCompiler, to_structured_output
 from orchestrator.engines.words import StopWords, check_ids
@@ -33,6 +33,10 @@ from orchestrator.engines.words import StopWords, check_ids
 KV_BLOCK_TOKENS = 32
 
 COMPUTE_NICENESS = 5
+
+# Guides not known yet that may wait to be tried. Each may take `guide_checker.COMPILE_TIMEOUT_S`: a longer queue would
+# keep the last one in doubt for longer than a caller waits.
+MAX_NEW_GUIDES = 4
 
 # The length of the warm-up prompt: that of a short question.
 WARM_UP_TOKENS = 64
@@ -164,6 +168,14 @@ class OpenVINOStepper:
             raise EngineRefusal(f"{name}: needs end_id, which ends the text where the guide does")
         if request.min_tokens > 0:
             raise EngineRefusal(f"{name}: the guide says how long the text is; leave {contracts.MIN_TOKENS.name} out")
+        guide = Guide(request.guide_type, request.guide)
+        waiting = {Guide(each.guide_type or "", each.guide) for each in self._waiting.values()}
+        num_new = sum(not self._checker.knows(each) for each in waiting)
+        if num_new >= MAX_NEW_GUIDES and guide not in waiting and not self._checker.knows(guide):
+            raise EngineRefusal(
+                f"{contracts.GUIDED_DECODING_GUIDE.name}: {num_new} new guides are being tried, which is the limit; "
+                f"{TRY_AGAIN}"
+            )
         self._waiting[request.request_id] = request
 
     def stop(self, request_id: str) -> None:

@@ -15,9 +15,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from orchestrator.config import load_tiers
-from orchestrator.errors import InternalError
+from orchestrator.config import Embedder, load_tiers, read_toml
+from orchestrator.contracts import EMBEDDING_MODEL
+from orchestrator.errors import InternalError, ModelNotFoundError
 from orchestrator.gateway.chat import Completions
+from orchestrator.gateway.embeddings import Embeddings
 from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundError
 from orchestrator.gateway.guard import Guard
 from orchestrator.gateway.metrics import CONTENT_TYPE, render_page
@@ -41,8 +43,10 @@ class GatewayOptions:
 def create_app(options: GatewayOptions) -> Guard:
     """The ASGI application for the models of the artifact, served by one Triton."""
     tiers = load_tiers(options.artifact / "tiers.toml").tier
-    model_names = [AUTO, *dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])]
-    engines = list(dict.fromkeys(tier.model for tier in tiers))
+    embedder = read_toml(options.artifact / "embedder.toml", Embedder)
+    generators = dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])
+    model_names = [AUTO, *generators, EMBEDDING_MODEL, embedder.name]
+    engines = list(dict.fromkeys(tier.model for tier in tiers if tier.cloud is None))
     created = int((options.artifact / "manifest.json").stat().st_mtime)
     triton = TritonClient(options.triton_grpc_url)
     description = describe()
@@ -67,19 +71,30 @@ def create_app(options: GatewayOptions) -> Guard:
         ]
         return JSONResponse({"object": "list", "data": rows})
 
+    async def model(request: Request) -> JSONResponse:
+        name = request.path_params["name"]
+        if name not in model_names:
+            error = ModelNotFoundError(
+                f"model: {name[:80]!r} does not exist; one of {', '.join(model_names)}", param="model"
+            )
+            return JSONResponse(error.body(), error.status)
+        return JSONResponse({"id": name, "object": "model", "created": created, "owned_by": "triton-realtime"})
+
     async def metrics(_: Request) -> Response:
         return Response(await render_page(options.triton_metrics_url), headers={"content-type": CONTENT_TYPE})
 
     async def openapi(_: Request) -> JSONResponse:
         return JSONResponse(description)
 
-    completions: dict[str, ASGIApp] = {
+    endpoints: dict[str, ASGIApp] = {
         "/v1/chat/completions": Completions(triton, "chat"),
         "/v1/completions": Completions(triton, "completion"),
+        "/v1/embeddings": Embeddings(triton, embedder),
     }
     routes = [
-        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in completions.items()),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
         Route("/v1/models", models),
+        Route("/v1/models/{name}", model),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
@@ -91,7 +106,7 @@ def create_app(options: GatewayOptions) -> Guard:
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         """Past Starlette's layers where the time to the first token counts; all else, wrong methods too, through."""
         is_post = scope["type"] == "http" and scope["method"] == "POST"
-        endpoint = completions.get(scope["path"], app) if is_post else app
+        endpoint = endpoints.get(scope["path"], app) if is_post else app
         await endpoint(scope, receive, send)
 
     return Guard(

@@ -9,7 +9,7 @@ import time
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.contracts import FORWARDED_HEADERS
-from orchestrator.errors import ApiError, EngineError, ShuttingDownError
+from orchestrator.errors import ApiError, EngineError, InvalidRequestError, ShuttingDownError
 from orchestrator.gateway.messages import ClientLeft, encode_error, read_json_body, send_error, send_json
 from orchestrator.gateway.metrics import EVENTS, LIVE_STREAMS, TTFT_S
 from orchestrator.gateway.triton_client import EventStream, TritonClient
@@ -36,6 +36,8 @@ class Completions:
         try:
             body = await read_json_body(scope, receive)
             stream = wants_stream(body, self._kind)
+            if stream and scope["http_version"] == "1.0":
+                raise InvalidRequestError("stream: needs HTTP/1.1, which can say where a stream ends", param="stream")
         except ClientLeft:
             return
         except ApiError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator import __version__
+from orchestrator.contracts import EMBEDDING_DIMENSIONS
+from orchestrator.embedding.request import EmbeddingRequest
 from orchestrator.request import ChatRequest, CompletionRequest
 
 _ERROR = {
@@ -41,10 +43,22 @@ _REFUSED = _errors(
 )
 
 
+_FAILED = _errors(
+    s400="a field is not allowed; `param` names it",
+    s404="no such model",
+    s408="the request took too long to arrive",
+    s413="the request is too large",
+    s415="the body is not declared as JSON",
+    s500="ours",
+    s502="the engine failed",
+    s503="overloaded, or shutting down",
+)
+
+
 def describe() -> dict[str, Any]:
     """An OpenAPI 3.1 document."""
     requests, parts = {}, {}
-    for kind in (ChatRequest, CompletionRequest):
+    for kind in (ChatRequest, CompletionRequest, EmbeddingRequest):
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         parts.update(schema.pop("$defs", {}))
         requests[kind.__name__] = schema
@@ -56,6 +70,7 @@ def describe() -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _generation("createChatCompletion", ChatRequest)},
             "/v1/completions": {"post": _generation("createCompletion", CompletionRequest)},
+            "/v1/embeddings": {"post": _embeddings()},
             "/v1/models": {"get": {"responses": {"200": _json("What `model` may be", models), **_REFUSED}}},
             "/health": {"get": {"responses": {"200": _json("The gateway lives", status), **_REFUSED}}},
             "/ready": {
@@ -93,15 +108,29 @@ def _generation(name: str, request: type[ChatRequest] | type[CompletionRequest])
                 },
             },
             **_REFUSED,
-            **_errors(
-                s400="a field is not allowed; `param` names it",
-                s404="no such model",
-                s408="the request took too long to arrive",
-                s413="the request is too large",
-                s415="the body is not declared as JSON",
-                s500="ours",
-                s502="the engine failed",
-                s503="overloaded, or shutting down",
-            ),
+            **_FAILED,
         },
+    }
+
+
+def _embeddings() -> dict[str, Any]:
+    numbers = {"type": "array", "items": {"type": "number"}, "minItems": EMBEDDING_DIMENSIONS}
+    base64 = {"type": "string", "description": "little-endian FP32 as base64"}
+    one = {
+        "type": "object",
+        "required": ["object", "index", "embedding"],
+        "properties": {"index": {"type": "integer"}, "embedding": {"anyOf": [numbers, base64]}},
+    }
+    answer = {
+        "type": "object",
+        "required": ["object", "data", "model", "usage"],
+        "properties": {"data": {"type": "array", "items": one}, "model": {"type": "string"}},
+    }
+    return {
+        "operationId": "createEmbedding",
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/EmbeddingRequest"}}},
+        },
+        "responses": {"200": _json("An embedding for each input, in their order", answer), **_REFUSED, **_FAILED},
     }

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from orchestrator.errors import ApiError, InvalidRequestError
+from orchestrator.errors import ApiError, InvalidRequestError, RequestTooLargeError
 from orchestrator.gateway.errors import HeadersTooLargeError, RequestTimeoutError
 from orchestrator.gateway.messages import encode_error
 from orchestrator.gateway.metrics import OTHER_ROUTE, count_answer
@@ -31,6 +31,8 @@ class Limits(NamedTuple):
     # What still comes of a request that has its answer is read and thrown away, so that the client gets to read the
     # answer; up to here.
     discarded_bytes: int = 16 << 20
+    # A body of 1 MiB in chunks of one byte is 6 MiB; more can only be chunk extensions and trailers.
+    raw_bytes: int = 8 << 20
 
 
 class _Pipelined(Exception):
@@ -49,6 +51,7 @@ class Protocol(HttpToolsProtocol):
     _is_deaf = False  # to everything that still comes
     _num_head_bytes = 0
     _num_discarded = 0
+    _num_raw_bytes = 0  # of the request under way, with all that frames its body
     _refusal: ApiError | None = None
     _read_timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
@@ -77,6 +80,11 @@ class Protocol(HttpToolsProtocol):
             self._num_head_bytes = len(data)  # at most, should one begin in here
             if self._is_reading and self.cycle.response_complete:
                 self._discard(len(data))
+            elif self._is_reading:
+                self._num_raw_bytes += len(data)
+            if self._num_raw_bytes > self.limits.raw_bytes:
+                self._refuse(RequestTooLargeError(f"chunks and trailers of more than {self.limits.raw_bytes} bytes"))
+                return
         super().data_received(data)
         if self._is_reading:
             if self._read_timer is None:
@@ -96,7 +104,7 @@ class Protocol(HttpToolsProtocol):
             raise _Pipelined
         super().on_message_begin()
         self._has_begun = self._is_reading = self._is_in_head = True
-        self._num_discarded = 0
+        self._num_discarded = self._num_raw_bytes = 0
 
     def on_headers_complete(self) -> None:
         is_large = self._num_head_bytes > self.limits.head_bytes and (

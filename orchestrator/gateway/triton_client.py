@@ -1,10 +1,11 @@
-"""The gateway's way to Triton: one shared gRPC channel, a stream a call."""
+"""The gateway's way to Triton: one shared gRPC channel, a stream a completion."""
 
 from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any
 
 from grpc import aio
 from tritonclient.grpc import service_pb2
@@ -12,7 +13,7 @@ from tritonclient.grpc import service_pb2
 from orchestrator import contracts
 from orchestrator.errors import from_message
 from orchestrator.infer_streams import InferStreams, Responses
-from orchestrator.wire import add_string, find_output, new_request, stop_request
+from orchestrator.wire import add_row, add_string, find_output, new_request, read_outputs, stop_request
 
 READY_TIMEOUT_S = 2.0
 
@@ -35,8 +36,31 @@ class TritonClient:
             request.parameters[name].string_param = value
         return EventStream(Responses(self._streams, request))
 
+    async def embed_text(self, text: str) -> tuple[bytes, int]:
+        """The embedding of `text` as little-endian FP32, and its number of tokens.
+
+        Raises the `ApiError` that the embedder answered with, or `EngineError` when Triton itself failed.
+        """
+        request = service_pb2.ModelInferRequest(model_name=contracts.EMBEDDING_MODEL)
+        add_string(request, contracts.TEXT, text.encode(), (1, 1))
+        outputs = await self._infer(request)
+        return outputs[contracts.EMBEDDING.name], int.from_bytes(outputs[contracts.NUM_TOKENS.name], "little")
+
+    async def embed_ids(self, input_ids: Sequence[int], attention_mask: Sequence[int]) -> bytes:
+        """The embedding of padded token ids; raises like `embed_text`."""
+        request = service_pb2.ModelInferRequest(model_name=contracts.EMBEDDING_ENCODER_MODEL)
+        add_row(request, contracts.EMBEDDING_INPUT_IDS, *input_ids)
+        add_row(request, contracts.ATTENTION_MASK, *attention_mask)
+        return (await self._infer(request))[contracts.EMBEDDING.name]
+
+    async def _infer(self, request: Any) -> dict[str, bytes]:
+        try:
+            return read_outputs(await self._streams.stub.ModelInfer(request))
+        except aio.AioRpcError as error:
+            raise from_message(error.details() or error.code().name) from error
+
     async def find_not_ready(self, engines: Iterable[str]) -> list[str]:
-        """What is not ready: "triton", "orchestrator", or names of `engines`; empty when all is.
+        """What is not ready: "triton", models of ours, or names of `engines`; empty when all is.
 
         Triton calls a Python model ready whose engine failed or whose process died, so each engine is asked itself.
         """
@@ -46,9 +70,10 @@ class TritonClient:
             server = await stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=READY_TIMEOUT_S)
             if not server.ready:
                 not_ready.append("triton")
-            request = service_pb2.ModelReadyRequest(name=contracts.ORCHESTRATOR_MODEL)
-            if not (await stub.ModelReady(request, timeout=READY_TIMEOUT_S)).ready:
-                not_ready.append(contracts.ORCHESTRATOR_MODEL)
+            for model in (contracts.ORCHESTRATOR_MODEL, contracts.EMBEDDING_MODEL):
+                request = service_pb2.ModelReadyRequest(name=model)
+                if not (await stub.ModelReady(request, timeout=READY_TIMEOUT_S)).ready:
+                    not_ready.append(model)
         except aio.AioRpcError:
             return ["triton"]
         return not_ready + [engine for engine in engines if not await self._answers(engine)]

@@ -15,7 +15,7 @@ from grpc import aio
 from tritonclient.grpc import service_pb2
 
 from orchestrator.contracts import FORWARDED_HEADERS
-from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message
+from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_ensemble
 from orchestrator.grpc_front.checks import check_request
 from orchestrator.infer_streams import InferStreams, Responses
 from orchestrator.wire import ask_for_end, error_response, is_end
@@ -154,6 +154,7 @@ class StreamRelay:
                 async for response in reading:
                     if wants_end or not (is_end(response) and _is_empty(response)):
                         response.infer_response.id = request_id
+                        response.error_message = strip_ensemble(response.error_message)
                         await self._write(response)
         except ApiError as error:
             await self._write(error_response(request_id, error.to_message()))

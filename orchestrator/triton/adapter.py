@@ -16,6 +16,7 @@ import uvloop
 
 from orchestrator import contracts
 from orchestrator.call import Call
+from orchestrator.cloud import create_cloud_client
 from orchestrator.config import load_tiers
 from orchestrator.errors import ApiError, OverloadedError
 from orchestrator.pipeline import Pipeline
@@ -41,7 +42,8 @@ class OrchestratorModel:
         root = Path(args["model_repository"]).parent.parent  # <artifact>/model_repository/orchestrator
         tiers = load_tiers(root / "tiers.toml")
         self._engines = GrpcEngineClient(os.environ.get(contracts.GRPC_URL_VARIABLE, contracts.DEFAULT_GRPC_URL))
-        self._pipeline = Pipeline(tiers, root, self._engines)
+        self._cloud = create_cloud_client(tiers.tier, os.environ)
+        self._pipeline = Pipeline(tiers, root, self._engines, self._cloud)
         self._watcher = CancellationWatcher(
             CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(contracts.ORCHESTRATOR_MODEL)
         )
@@ -114,6 +116,8 @@ class OrchestratorModel:
         while self._tasks:
             await asyncio.wait(self._tasks)
         await self._engines.close()
+        if self._cloud is not None:
+            await self._cloud.close()
 
 
 class TritonSink:

@@ -6,13 +6,15 @@ only the server inside is used: it is never imported).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +26,9 @@ from orchestrator.triton.process import StartError
 _PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _STUB = "triton_python_backend_stub"
 
-# Open: health, metadata and inference. Everything else can change what the server runs or watch what it does.
-# Both protocols get the whole list, because restricting one leaves the other open.
+# Open: health, metadata and, over gRPC, inference. Everything else can change what the server runs or watch what it
+# does. Both protocols get the whole list, because restricting one leaves the other open. Over HTTP inference is shut as
+# well: any web page can post there, and Triton 2.51 crashes on bodies of many chunks before it reads a word of them.
 RESTRICTED_APIS = ("model-repository", "model-config", "shared-memory", "trace", "logging", "statistics")
 _RESTRICTED_KEY_HEADER = "x-triton-realtime-key"
 
@@ -86,7 +89,7 @@ def launch(
     *,
     model_repository: Path,
     ports: Ports,
-    run_dir: Path,
+    backends_dir: Path,
     shm_prefix: str,
     restricted_key: str,
     exit_timeout_s: int,
@@ -94,12 +97,14 @@ def launch(
 ) -> TritonLaunch:
     """How to start `install` on loopback, serving `model_repository`, all models at boot and none after it.
 
-    Writes only below `run_dir`. `shm_prefix` begins the names of everything it puts into /dev/shm.
+    Writes only below `backends_dir`. Neither it nor `model_repository` may have characters that mean something to a
+    shell (`shell_safe`). `shm_prefix` begins the names of everything it puts into /dev/shm.
     `restricted_key` is what callers of the restricted APIs must send. Triton takes it on its command line alone, which
     all users of the machine can read (/proc/<pid>/cmdline): it keeps out who reaches the port, not who is logged in.
     Raises `StartError` when the Python stub's libpython cannot be found.
     """
     restricted = f"{','.join(RESTRICTED_APIS)}:{_RESTRICTED_KEY_HEADER}={restricted_key}"
+    restricted_http = f"inference,{restricted}"
     command = [
         str(install.binary),
         f"--model-repository={model_repository}",
@@ -113,7 +118,7 @@ def launch(
         f"--metrics-port={ports.triton_metrics}",
         f"--http-header-forward-pattern={HEADER_PATTERN}",
         f"--grpc-header-forward-pattern={HEADER_PATTERN}",
-        f"--http-restricted-api={restricted}",
+        f"--http-restricted-api={restricted_http}",
         f"--grpc-restricted-protocol={restricted}",
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
         f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
@@ -125,10 +130,25 @@ def launch(
     env["PYTHONUNBUFFERED"] = "1"
     env[GRPC_URL_VARIABLE] = f"{LOOPBACK}:{ports.triton_grpc}"
     if install.package is not None:
-        command.append(f"--backend-directory={_link_backends(install.package, run_dir)}")
+        command.append(f"--backend-directory={_link_backends(install.package, backends_dir)}")
         libraries = [install.package.parents[1] / "nvidia_pytriton.libs", _libpython_folder()]
         env["LD_LIBRARY_PATH"] = _search_path(*libraries, environ.get("LD_LIBRARY_PATH"))
     return TritonLaunch(tuple(command), env)
+
+
+@contextlib.contextmanager
+def shell_safe(folder: Path) -> Iterator[Path]:
+    """A path of `folder` that a shell takes as it is: a link to it while the block runs, if its own is none.
+
+    Triton's Python backend starts its stub by a shell and does not quote.
+    """
+    if re.fullmatch(r"[\w@%+=:,./-]+", str(folder), re.ASCII):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="triton-realtime-") as place:
+        link = Path(place, "link")
+        link.symlink_to(folder)
+        yield link
 
 
 def _complete(binary: Path, source: str) -> TritonInstall:
@@ -148,9 +168,9 @@ def _wrong_python(source: str, supported: str) -> StartError:
     )
 
 
-def _link_backends(package: Path, run_dir: Path) -> Path:
+def _link_backends(package: Path, backends_dir: Path) -> Path:
     """A backend folder with the Python backend and this Python's stub; the package keeps its stubs apart."""
-    folder = run_dir / "backends" / "python"
+    folder = backends_dir / "python"
     folder.mkdir(parents=True, exist_ok=True)
     for file in [
         *(package / "backends" / "python").glob("*.*"),

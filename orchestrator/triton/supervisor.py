@@ -24,7 +24,7 @@ from orchestrator.triton.artifact import Artifact, check_artifact
 from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
 from orchestrator.triton.process import POLL_INTERVAL_S, Child, Cleaner, StartError
-from orchestrator.triton.server import TritonInstall, TritonLaunch, find_triton, launch
+from orchestrator.triton.server import TritonInstall, TritonLaunch, find_triton, launch, shell_safe
 
 READY_FILE = "serve.json"
 # After one child died, the others' streams have lost what they need; it only has to tell its clients.
@@ -32,6 +32,8 @@ _FAILURE_DRAIN_S = 5.0
 # Triton ends its in-flight requests itself after --exit-timeout-secs; this much later it counts as stuck.
 _EXIT_MARGIN_S = 5.0
 _PROBE_TIMEOUT_S = 2.0
+# Far above what loading the largest engine from a cold disk takes; a stub that cannot start says nothing at all.
+START_TIMEOUT_S = 600.0
 
 
 class ChildDied(StartError):
@@ -130,12 +132,12 @@ def serve(options: ServeOptions) -> None:
         run_dir = options.run_dir.resolve()
         run_dir.mkdir(parents=True, exist_ok=True)
         facts = ServeFacts(install, options.host, options.front.host, ports, run_dir)
-        with Cleaner() as cleaner:
+        with Cleaner() as cleaner, shell_safe(artifact.root) as root, shell_safe(run_dir) as backends_dir:
             triton = launch(
                 install,
-                model_repository=artifact.model_repository,
+                model_repository=root / artifact.model_repository.relative_to(artifact.root),
                 ports=ports,
-                run_dir=run_dir,
+                backends_dir=backends_dir / "backends",
                 shm_prefix=cleaner.shm_prefix,
                 restricted_key=secrets.token_urlsafe(),
                 exit_timeout_s=math.ceil(options.drain_timeout_s),
@@ -192,7 +194,7 @@ def supervise(
                 break
             children.append(Child(name, command, facts.log(name), env))
             cleaner.watch(children[-1])
-            _watch(children, signals, until=is_ready)
+            _watch(children, signals, until=is_ready, timeout_s=START_TIMEOUT_S)
             if name == "triton":  # the gateway replaces a worker that died
                 children[-1].needs_its_children()
         if not signals.count:
@@ -229,9 +231,18 @@ class Signals:
         self.count += 1
 
 
-def _watch(children: Sequence[Child], signals: Signals, until: Callable[[], bool] = lambda: False) -> None:
-    """Wait for `until()` or for a signal. Raises `ChildDied` as soon as a child ends."""
+def _watch(
+    children: Sequence[Child],
+    signals: Signals,
+    until: Callable[[], bool] = lambda: False,
+    timeout_s: float = math.inf,
+) -> None:
+    """Wait for `until()` or for a signal. Raises `ChildDied` as soon as a child ends, `StartError` in vain."""
+    deadline_s = time.monotonic() + timeout_s
     while not signals.count:
+        if time.monotonic() > deadline_s:
+            name, log = children[-1].name, children[-1].log
+            raise StartError(f"{name} was not ready within {timeout_s:.0f} s; its log says how far it came: {log}")
         for child in children:
             if fate := child.fate():
                 raise ChildDied(fate)

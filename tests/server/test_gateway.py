@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -339,3 +340,31 @@ def test_workers_drain(artifact: Callable[[str], Path], tmp_path: Path) -> None:
         assert [answer.result(timeout=20).text for answer in answers] == ["x " * 50] * 6
         stack.process.communicate(timeout=20)
         assert stack.process.returncode == 0
+
+
+def test_a_stream_over_http_1_0_is_refused(scripted_stack: Stack) -> None:
+    """It could not say where its stream ends."""
+    body = json.dumps({"messages": script(text="x"), "stream": True}).encode()
+    address = urlsplit(scripted_stack.url)
+    head = f"POST {CHAT_PATH} HTTP/1.0\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    with scripted_stack.connect() as connection:
+        connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        answer = connection.recv(1 << 16)
+        while chunk := connection.recv(1 << 16):
+            answer += chunk
+    assert b" 400 " in answer.split(b"\r\n")[0]
+    assert b"stream: needs HTTP/1.1" in answer
+
+
+def test_one_model(scripted_stack: Stack) -> None:
+    assert scripted_stack.get("/v1/models/llm_small").json()["id"] == "llm_small"
+    missing = scripted_stack.get("/v1/models/gpt-4")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_run_dir_with_a_space(artifact: Callable[[str], Path], tmp_path: Path) -> None:
+    """Triton starts its stub by a shell and does not quote."""
+    folder = tmp_path / "my artifacts"
+    shutil.copytree(artifact("scripted"), folder)
+    with running(folder, tmp_path / "run é") as stack:
+        assert stack.stream(messages=script(text="hi")).text == "hi"

@@ -397,7 +397,7 @@ def test_shared_memory_is_not_reached_by_parameters(stub: Any) -> None:
 
 def test_a_message_that_is_too_large(stack: Stack, stub: Any) -> None:
     code, details = refusal(lambda: stub.ModelInfer(request(messages=["x" * (1 << 20)])))
-    assert (code, "at most 1048576 are allowed" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    assert (code, "at most 1048576 are allowed" in details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
     huge = request(messages=["x" * (2 << 20)])
     for call in (lambda: stub.ModelInfer(huge), lambda: list(stub.ModelStreamInfer(iter((huge,))))):
         assert refusal(call)[0] == grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -55,7 +55,15 @@ def at_stack(cpu_stack: Stack) -> Callable[[str], str]:
 
 def test_no_command_is_left_out() -> None:
     # scripts/test is what runs this file.
-    tested = ["scripts/demo", "scripts/test", "scripts/serve", "curl", "grpc_stream", "orchestrator chat"]
+    tested = [
+        "scripts/demo",
+        "scripts/test",
+        "scripts/serve",
+        "curl -N",
+        "curl http",
+        "grpc_stream",
+        "orchestrator chat",
+    ]
     tested += ["scripts/stop", "-m build --target cpu", "perf overhead", "perf streams", "perf stagger", "perf cancel"]
     assert sorted(COMMANDS) == sorted(map(find, tested))
     assert len(PYTHON) == 1
@@ -86,8 +94,13 @@ def test_serve_and_stop(artifact: Callable[[str], Path], served: str) -> None:
 
 
 def test_curl(at_stack: Callable[[str], str]) -> None:
-    events = run(at_stack(find("curl"))).split("\n\n")
+    events = run(at_stack(find("curl -N"))).split("\n\n")
     assert events[-2] == "data: [DONE]" and len(events) > 5
+
+
+def test_curl_for_embeddings(at_stack: Callable[[str], str]) -> None:
+    answer = json.loads(run(at_stack(find("curl http"))))
+    assert [len(each["embedding"]) for each in answer["data"]] == [384, 384]
 
 
 def test_openai(at_stack: Callable[[str], str]) -> None:
@@ -125,11 +138,8 @@ def test_perf(command: str, artifact: Callable[[str], Path]) -> None:
 def test_the_tree_is_true() -> None:
     """Every file and folder that README's tree names exists."""
     tree = next(text for kind, text in BLOCKS if kind == "text" and text.startswith("scripts/ "))
-    folder = Path()
+    parents: list[Path] = []  # by depth, two spaces each
     for line in tree.splitlines():
-        name = line.split()[0]
-        if line.startswith("  "):
-            assert (ROOT / folder / name).exists(), line
-        else:
-            folder = Path(name)
-            assert (ROOT / folder).is_dir(), line
+        depth = (len(line) - len(line.lstrip())) // 2
+        parents[depth:] = [parents[depth - 1] / line.split()[0] if depth else ROOT / line.split()[0]]
+        assert parents[depth].exists(), line

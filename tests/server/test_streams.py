@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import CHAT_PATH, Stack, script
+from serving import CHAT_PATH, Stack, script, wait_for
 
 REPLACEMENT = "\ufffd"
+TOOL = {"type": "function", "function": {"name": "get_weather"}}
 NUM_TOKENS_OF_PROMPT = 20  # at least: the template's own
 
 
@@ -183,8 +184,11 @@ def test_an_error_after_tokens_is_an_error_event(scripted_stack: Stack) -> None:
     assert answer.error["code"] == "engine_error"
     assert answer.error["message"] == "the script says fail"
     assert (answer.finish_reason, answer.is_done) == (None, False)
-    logged = scripted_stack.wait_for_log("request", since)
-    assert (logged["outcome"], logged["tokens"]) == ("engine_error", 5)
+
+    def failures() -> list[dict[str, Any]]:
+        return [line for line in scripted_stack.logged("request", since) if line["outcome"] == "engine_error"]
+
+    assert wait_for(failures)[0]["tokens"] == 5
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -213,7 +217,7 @@ def test_an_error_before_tokens_has_its_status(scripted_stack: Stack, stream: bo
         ({"messages": script(text="x"), "max_tokens": -5}, "max_tokens"),
         ({"messages": script(text="x"), "max_tokens": 9000}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),
-        ({"messages": script(text="x"), "tools": []}, "tools"),
+        ({"messages": script(text="x"), "tools": [TOOL]}, "tools"),
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])

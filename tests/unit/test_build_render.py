@@ -14,10 +14,10 @@ from tritonclient.grpc import model_config_pb2
 
 from build.compiler import SOURCES
 from build.errors import BuildError
-from build.render import engine_parameters, make_tiers, render_config, to_toml
+from build.render import engine_parameters, make_embedder, make_tiers, render_config, render_ensemble, to_toml
 from build.rows import list_targets, load_models, load_target
 from orchestrator import contracts
-from orchestrator.config import load_tiers
+from orchestrator.config import Embedder, load_tiers, read_toml
 from orchestrator.contracts import TensorSpec
 from orchestrator.engines import scripted
 
@@ -35,9 +35,18 @@ def parse(text: str) -> Any:
 
 def render(target_name: str, name: str) -> Any:
     target = load_target(target_name)
+    if name in target.ensembles:
+        return parse(render_ensemble(SOURCES / name / "config.pbtxt", target.models))
     settings = target.models[name]
     model = load_models(target)[settings.model] if settings.model else None
     return parse(render_config(SOURCES / name / "config.pbtxt", settings, model))
+
+
+def test_batching_is_the_target_s() -> None:
+    config = render("cpu", "embedding_encoder")
+    assert config.dynamic_batching.max_queue_delay_microseconds == 0
+    assert [tensor.allow_ragged_batch for tensor in config.input] == [True, True]
+    assert not render("cpu", "embedding_tokenizer").input[0].allow_ragged_batch
 
 
 def spec(tensor: Any) -> TensorSpec:
@@ -46,25 +55,35 @@ def spec(tensor: Any) -> TensorSpec:
     return TensorSpec(tensor.name, DataType.Name(tensor.data_type), tuple(tensor.dims), optional, scalar)
 
 
+TOKENS = (contracts.EMBEDDING_INPUT_IDS, contracts.ATTENTION_MASK)
+
+
 @pytest.mark.parametrize(
-    ("name", "inputs", "outputs"),
+    ("name", "inputs", "outputs", "scheduling"),
     [
-        ("llm_small", contracts.ENGINE_INPUTS, contracts.ENGINE_OUTPUTS),
-        ("orchestrator", (contracts.REQUEST,), (contracts.EVENT,)),
+        ("llm_small", contracts.ENGINE_INPUTS, contracts.ENGINE_OUTPUTS, None),
+        ("orchestrator", (contracts.REQUEST,), (contracts.EVENT,), None),
+        ("embedding_tokenizer", (contracts.TEXT,), (*TOKENS, contracts.NUM_TOKENS), "dynamic_batching"),
+        ("embedding_encoder", TOKENS, (contracts.EMBEDDING,), "dynamic_batching"),
+        ("embedding", (contracts.TEXT,), (contracts.EMBEDDING, contracts.NUM_TOKENS), "ensemble_scheduling"),
     ],
 )
 @pytest.mark.parametrize("target", list_targets())
 def test_tensors_are_those_of_the_contract(
-    target: str, name: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
+    target: str,
+    name: str,
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    scheduling: str | None,
 ) -> None:
     config = render(target, name)
     assert tuple(spec(tensor) for tensor in config.input) == inputs
     # Triton has no optional outputs.
     assert tuple(spec(tensor) for tensor in config.output) == tuple(each._replace(optional=False) for each in outputs)
     assert config.name == name
-    assert config.model_transaction_policy.decoupled
+    assert config.model_transaction_policy.decoupled == (scheduling is None)
     assert not config.response_cache.enable
-    assert config.WhichOneof("scheduling_choice") is None
+    assert config.WhichOneof("scheduling_choice") == scheduling
 
 
 def test_settings_are_merged() -> None:
@@ -86,6 +105,25 @@ def test_settings_are_merged() -> None:
         "vocab_size": "49152",
     }
     assert not render("cpu", "orchestrator").parameters
+
+
+def test_an_ensemble_takes_the_batch_that_all_its_steps_take() -> None:
+    target = load_target("cpu")
+    smaller = target.models["embedding_encoder"].model_copy(update={"max_batch_size": 3})
+    models = target.models | {"embedding_encoder": smaller}
+    config = parse(render_ensemble(SOURCES / "embedding" / "config.pbtxt", models))
+    assert (config.platform, config.max_batch_size) == ("ensemble", 3)
+    del models["embedding_tokenizer"]
+    with pytest.raises(BuildError, match="step 'embedding_tokenizer' is no model of this target: orchestrator, llm_s"):
+        render_ensemble(SOURCES / "embedding" / "config.pbtxt", models)
+
+
+def test_the_embedder_is_what_the_gateway_reads(tmp_path: Path) -> None:
+    target = load_target("cpu")
+    embedder = make_embedder(target, load_models(target))
+    (tmp_path / "embedder.toml").write_text(to_toml(embedder.model_dump(mode="json")), encoding="utf-8")
+    assert read_toml(tmp_path / "embedder.toml", Embedder) == embedder
+    assert (embedder.name, embedder.max_input_tokens, embedder.cls_id) == ("all-minilm-l6-v2", 256, 101)
 
 
 def engine_settings(target_name: str) -> dict[str, str]:

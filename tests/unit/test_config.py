@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import ConfigError, Limits, load_tiers
+from orchestrator.config import Cloud, ConfigError, Limits, load_tiers
 
 TIER = """
 [[tier]]
@@ -44,6 +44,7 @@ def test_defaults(file: Path) -> None:
         ('model = "llm_small"', "", "tier.0.model: Field required"),
         ('"simple"', '"Simple"', "tier.0.name: String should match pattern '^[a-z][a-z0-9_-]*$' (got 'Simple')"),
         ("8192", '"8192"', "tier.0.context_window: Input should be a valid integer (got '8192')"),
+        ('tokenizer = "t"', "", "tier.0: Value error, tokenizer: required for a tier with an engine model"),
         ("8192", "0", "tier.0.context_window: Input should be greater than 0 (got 0)"),
         ("0.05", "-1.0", "per_million_tokens: Input should be greater than or equal to 0 (got -1.0)"),
         ("pad_id = 2", "pad_id = 2\npad = 2", "tier.0.pad: Extra inputs are not permitted (got 2)"),
@@ -60,6 +61,77 @@ def test_a_fault_is_named(file: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(ConfigError) as got:
         load_tiers(file)
     assert str(got.value).startswith(f"{file}: ")
+    assert message in str(got.value)
+
+
+CLOUD = """
+[[tier]]
+name = "cloud"
+model = "gpt-4.1"
+context_window = 8192
+input_price_per_million_tokens = 0.05
+output_price_per_million_tokens = 0.1
+generation = { max_output_tokens = 256 }
+[tier.cloud]
+base_url = "https://api.example.com/v1"
+model = "vendor/gpt-4.1"
+key_env = "API_KEY"
+"""
+
+
+def test_a_cloud_tier(file: Path) -> None:
+    file.write_text(TIER + CLOUD)
+    engine, cloud = load_tiers(file).tier
+    assert engine.cloud is None
+    assert cloud.cloud == Cloud(base_url="https://api.example.com/v1", model="vendor/gpt-4.1", key_env="API_KEY")
+    assert (cloud.cloud.connect_timeout_s, cloud.cloud.first_token_timeout_s, cloud.cloud.token_timeout_s) == (
+        5,
+        30,
+        15,
+    )
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000/v1", "http://localhost", "http://[::1]:1/", "https://x:443"])
+def test_a_place_that_may_be_sent_a_key(file: Path, url: str) -> None:
+    file.write_text(CLOUD.replace("https://api.example.com/v1", url))
+    assert load_tiers(file).tier[0].cloud is not None
+
+
+URL = "https://api.example.com/v1"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("context_window = 8192", 'context_window = 8192\ntokenizer = "t"', "tier.0: Value error, tokenizer: required"),
+        (
+            "context_window = 8192",
+            "context_window = 8192\nend_id = 2",
+            "tier.0: Value error, end_id: required for a tier",
+        ),
+        ("context_window = 8192", 'context_window = 8192\ntool_parser = "hermes"', "tool_parser: an API takes tools"),
+        ("[tier.cloud]", "[tier.clouds]", "tier.0.clouds: Extra inputs are not permitted"),
+        (URL, "api.example.com", "tier.0.cloud.base_url: Value error, must be http://host[:port][/path] or https://"),
+        (URL, "ftp://x", "cloud.base_url: Value error, must be http://"),
+        (URL, "https://", "cloud.base_url: Value error, must be http://"),
+        (URL, "https://x/a b", "cloud.base_url: Value error, must be http://"),
+        (URL, "https://x:port", "cloud.base_url: Value error, Port could not be cast"),
+        (URL, "https://x/?key=1", "cloud.base_url: Value error, takes no user, query or fragment"),
+        (URL, "https://me@x/", "cloud.base_url: Value error, takes no user, query or fragment"),
+        (URL, "http://api.example.com", "base_url: a key leaves this machine by https alone"),
+        ('model = "vendor/gpt-4.1"', "", "tier.0.cloud.model: Field required"),
+        ('"API_KEY"', '"sk-1"', "tier.0.cloud.key_env: String should match pattern"),
+        ("key_env", "key", "tier.0.cloud.key: Extra inputs are not permitted"),
+        ('"API_KEY"', '"K"\ntoken_timeout_s = 0', "tier.0.cloud.token_timeout_s: Input should be greater than 0"),
+        ('"API_KEY"', '"K"\nlimit_field = "n"', "Input should be 'max_tokens' or 'max_completion_tokens' (got 'n')"),
+        ('model = "gpt-4.1"', 'model = "llm_small"', "'llm_small' of the cloud tier 'cloud' is an engine model too"),
+    ],
+)
+def test_a_fault_of_a_cloud_tier_is_named(file: Path, old: str, new: str, message: str) -> None:
+    assert old in CLOUD
+    file.write_text(CLOUD.replace(old, new, 1) + TIER)
+    with pytest.raises(ConfigError) as got:
+        load_tiers(file)
     assert message in str(got.value)
 
 

@@ -12,7 +12,18 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 from orchestrator import contracts
-from orchestrator.contracts import ENGINE_INPUTS, ENGINE_OUTPUTS, EVENT, REQUEST, TensorSpec
+from orchestrator.contracts import (
+    ATTENTION_MASK,
+    EMBEDDING,
+    EMBEDDING_INPUT_IDS,
+    ENGINE_INPUTS,
+    ENGINE_OUTPUTS,
+    EVENT,
+    NUM_TOKENS,
+    REQUEST,
+    TEXT,
+    TensorSpec,
+)
 
 ROOT = Path(__file__).parents[2]
 NVIDIA: dict[str, Any] = json.loads((ROOT / "tests/data/trtllm_tensor_contract.json").read_text())
@@ -80,6 +91,22 @@ def test_the_orchestrator_config_is_the_contract() -> None:
     assert as_declared(config.input) == as_specified([REQUEST])
     assert as_declared(config.output) == as_specified(outputs=[EVENT])
     assert config.model_transaction_policy.decoupled
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "outputs"),
+    [
+        ("embedding", [TEXT], [EMBEDDING, NUM_TOKENS]),
+        ("embedding_tokenizer", [TEXT], [EMBEDDING_INPUT_IDS, ATTENTION_MASK, NUM_TOKENS]),
+        ("embedding_encoder", [EMBEDDING_INPUT_IDS, ATTENTION_MASK], [EMBEDDING]),
+    ],
+)
+def test_the_embedding_configs_are_the_contract(
+    model: str, inputs: list[TensorSpec], outputs: list[TensorSpec]
+) -> None:
+    config = read_config(model)
+    assert as_declared(config.input) == as_specified(inputs)
+    assert as_declared(config.output) == as_specified(outputs=outputs)
 
 
 def test_no_tensor_is_named_twice() -> None:

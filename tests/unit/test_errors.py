@@ -7,7 +7,7 @@ import json
 import pytest
 
 from orchestrator import errors
-from orchestrator.errors import ApiError, EngineError, from_message
+from orchestrator.errors import ApiError, EngineError, from_message, strip_ensemble
 
 ALL = (
     (errors.InvalidRequestError, 400, "invalid_request_error", "invalid_value"),
@@ -17,6 +17,7 @@ ALL = (
     (errors.ShuttingDownError, 503, "server_error", "shutting_down"),
     (errors.CancelledError, 499, "cancelled", "cancelled"),
     (errors.EngineError, 502, "server_error", "engine_error"),
+    (errors.CloudError, 502, "server_error", "cloud_error"),
     (errors.InternalError, 500, "server_error", "internal_error"),
 )
 
@@ -50,3 +51,11 @@ def test_any_other_text_is_an_engine_error(text: str) -> None:
     got = from_message(text)
     assert type(got) is EngineError
     assert got.message == text
+
+
+def test_what_a_step_of_an_ensemble_says_is_read() -> None:
+    said = errors.InvalidRequestError("text: in ensemble 'x', no", param="text")
+    got = from_message(f"in ensemble 'embedding', {said.to_message()}")
+    assert (type(got), got.message) == (errors.InvalidRequestError, said.message)
+    assert from_message("in ensemble 'embedding', the stub died").message == "the stub died"
+    assert strip_ensemble("not in ensemble 'embedding', no") == "not in ensemble 'embedding', no"

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from orchestrator.gateway.protocol import Limits, Protocol
 
-LIMITS = Limits(head_bytes=2000, num_headers=20, read_s=0.4, write_s=0.4, idle_s=0.6, discarded_bytes=1 << 20)
+LIMITS = Limits(
+    head_bytes=2000, num_headers=20, read_s=0.4, write_s=0.4, idle_s=0.6, discarded_bytes=1 << 20, raw_bytes=100_000
+)
 
 
 class SmallProtocol(Protocol):
@@ -64,6 +66,7 @@ class App:
         while not leaving.done():
             await send({"type": "http.response.body", "body": bytes(10_000), "more_body": True})
             self.num_sent += 10_000
+            await asyncio.sleep(0)  # `send` alone need not let others run, and `receive` is one of them
 
 
 class Server:
@@ -268,6 +271,20 @@ def test_the_rest_of_an_answered_request_is_thrown_away(server: Server) -> None:
         )
         raw = read_all(connection)
     assert raw.count(b"HTTP/1.1 200 OK") == 2 and raw.endswith(b"\r\n\r\n3")
+
+
+@pytest.mark.parametrize(
+    "frame", [b"1;" + b"x" * 900_000 + b"\r\na\r\n", b"0\r\n" + b"A: x\r\n" * 150_000], ids=["extension", "trailers"]
+)
+def test_what_frames_a_body_is_bounded(server: Server, frame: bytes) -> None:
+    with server.connect() as connection:
+        try:
+            connection.sendall(head("/", "Transfer-Encoding: chunked") + frame)
+            raw = read_all(connection)
+        except (BrokenPipeError, ConnectionResetError):
+            raw = b""
+    assert not raw or b" 413 " in raw.split(b"\r\n")[0] or b" 400 " in raw.split(b"\r\n")[0]
+    wait_for(lambda: server.num_connections == 0)
 
 
 def test_but_not_without_end(server: Server) -> None:

@@ -79,6 +79,9 @@ class Checker:
             raise EngineRefusal(self.known[guide])
         return guide in self.known
 
+    def knows(self, guide: Guide) -> bool:
+        return guide in self.known
+
     def decide(self, guide: Guide, refusal: str | None) -> None:
         self.known[guide] = refusal
 
@@ -240,3 +243,15 @@ def test_what_it_cannot_do_is_refused(engine: Engine, fields: dict[str, Any], me
         engine.stepper.add(EngineRequest(**request))
     assert message in str(got.value)
     assert not engine.stepper.has_requests()
+
+
+def test_new_guides_do_not_queue_without_end(engine: Engine) -> None:
+    new = [Guide("regex", str(number)) for number in range(5)]
+    for number, guide in enumerate(new[:4]):
+        engine.add(str(number), **guided(guide))
+    with pytest.raises(EngineRefusal, match="4 new guides are being tried, which is the limit; try again later"):
+        engine.add("4", **guided(new[4]))
+    engine.add("same", **guided(new[0]))
+    engine.checker.known[A] = None
+    engine.add("known", **guided(A))
+    engine.add("free")

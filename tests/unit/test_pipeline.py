@@ -25,6 +25,7 @@ from orchestrator.errors import (
     InternalError,
     InvalidRequestError,
     ModelNotFoundError,
+    OverloadedError,
 )
 from orchestrator.generation import build_engine_request, template_message, tokens_per_second
 from orchestrator.pipeline import Pipeline
@@ -103,7 +104,8 @@ def test_what_rt_says(pipeline: Pipeline) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_max_tokens_end_it(pipeline: Pipeline, stream: bool) -> None:
     """Case S10."""
-    request = body({"text": "x " * 100}, max_tokens=16, stream=stream, stream_options={"include_usage": True})
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    request = body({"text": "x " * 100}, max_tokens=16, stream=stream, **options)
     sink = run(pipeline, request)
     assert sink.finish_reasons == ["length"]
     usage = sink.events[-1]["usage"]
@@ -194,14 +196,14 @@ def choices_of(sink: RecordingSink) -> dict[int, tuple[str, list[str]]]:
 @pytest.mark.parametrize("stream", [True, False])
 def test_two_choices(pipeline: Pipeline, engines: InProcessEngines, stream: bool, include_usage: bool) -> None:
     """Case S16."""
-    options = {"stream_options": {"include_usage": True}} if include_usage else {}
+    options = {"stream_options": {"include_usage": True}} if include_usage and stream else {}
     sink = run(pipeline, body({"text": "One two three."}, n=2, seed=7, stream=stream, **options))
     assert choices_of(sink) == dict.fromkeys((0, 1), ("One two three.", ["stop"]))
     assert [request.seed for request in engines.requests] == [7, 8]
     assert len({request.request_id for request in engines.requests}) == 2
     assert ["rt" in event for event in sink.events] == [False] * (len(sink.events) - 1) + [True]
     assert sink.events[-1]["rt"]["tokens"] == 8
-    if include_usage:
+    if include_usage or not stream:
         assert sink.events[-1]["usage"]["completion_tokens"] == 8
 
 
@@ -280,6 +282,25 @@ def test_the_engine_hears_what_the_text_must_match(
     assert (engines.requests[0].guide_type, engines.requests[0].guide) == (guide_type, guide)
 
 
+def test_a_guide_that_the_engine_has_no_time_for_is_not(pipeline: Pipeline, engines: InProcessEngines) -> None:
+    engines.refusal = "guided_decoding_guide: 4 new guides are being tried, which is the limit; try again later"
+    try:
+        error, _ = failure(pipeline, body({"text": "5"}, guided_regex="a"))
+    finally:
+        engines.refusal = None
+    assert isinstance(error, OverloadedError)
+
+
+def test_a_token_id_that_the_engine_refuses_is_the_callers_fault(pipeline: Pipeline, engines: InProcessEngines) -> None:
+    engines.refusal = "input_ids: ids must be 0 to 9"
+    try:
+        error, _ = failure(pipeline, json.dumps({"prompt": [10]}).encode())
+    finally:
+        engines.refusal = None
+    assert isinstance(error, InvalidRequestError)
+    assert (error.message, error.param) == ("prompt: ids must be 0 to 9", "prompt")
+
+
 def test_a_guide_that_the_engine_refuses_is_the_callers_fault(pipeline: Pipeline, engines: InProcessEngines) -> None:
     engines.refusal = "guided_decoding_guide: not a schema"
     try:
@@ -287,7 +308,7 @@ def test_a_guide_that_the_engine_refuses_is_the_callers_fault(pipeline: Pipeline
     finally:
         engines.refusal = None
     assert isinstance(error, InvalidRequestError)
-    assert (error.message, error.param) == ("guided_regex: guided_decoding_guide: not a schema", "guided_regex")
+    assert (error.message, error.param) == ("guided_regex: not a schema", "guided_regex")
 
 
 HERMES = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from orchestrator.request import (
     Kind,
     measure_nesting,
     parse_request,
+    wants_stream,
 )
 
 USER = {"role": "user", "content": "Hi"}
@@ -113,9 +115,9 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("top_p", 1.1, "top_p", "top_p: Input should be less than or equal to 1 (got 1.1)"),
     ("top_k", -1, "top_k", "top_k: Input should be greater than or equal to 0 (got -1)"),
     ("top_k", 2**31, "top_k", "top_k: Input should be less than 2147483648 (got 2147483648)"),
-    ("stop", "", "stop", "stop: Value error, a stop string must not be empty (got '')"),
-    ("stop", ["a", ""], "stop", "stop: Value error, a stop string must not be empty (got ['a', ''])"),
-    ("stop", ["a"] * 17, "stop", "stop: Value error, at most 16 stop strings, not 17 (got ['a', "),
+    ("stop", "", "stop", "stop: a stop string must not be empty (got '')"),
+    ("stop", ["a", ""], "stop", "stop: a stop string must not be empty (got ['a', ''])"),
+    ("stop", ["a"] * 17, "stop", "stop: at most 16 stop strings, not 17 (got ['a', "),
     ("stop", 5, "stop", "stop: Input should be a valid string (got 5)"),
     ("seed", -1, "seed", "seed: Input should be greater than or equal to 0 (got -1)"),
     ("seed", 2**63, "seed", "seed: Input should be less than 9223372036854775808"),
@@ -284,6 +286,39 @@ def test_a_refused_completion(fields: dict[str, Any], message: str, param: str) 
     assert error.param == param
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [' + b"{}," * 250_000 + b"{}]}",
+        b'{"messages": [' + b"0," * 500_000 + b"0]}",
+        b'{"prompt": [' + b"1," * 500_000 + b"1]}",
+        b"{" + b",".join(b'"k%d": 1' % number for number in range(60_000)) + b"}",
+    ],
+)
+def test_many_values_are_refused_quickly(body: bytes) -> None:
+    for ask in (parse_request, lambda body: wants_stream(body, "chat")):
+        started_s = time.process_time()
+        with pytest.raises(InvalidRequestError, match="values; at most 16384 are allowed"):
+            ask(body)
+        assert time.process_time() - started_s < 0.5  # it was 5 s
+
+
+def test_a_text_full_of_commas_has_few_values() -> None:
+    assert parse(messages=[{"role": "user", "content": ", " * 100_000}]).messages
+
+
+def test_only_the_first_of_many_faults_is_explained() -> None:
+    assert refusal(b'{"messages": [' + b"0," * 5000 + b"0]}").param == "messages[0]"
+
+
+def test_a_stream_is_seen_without_parsing_all() -> None:
+    assert wants_stream(json.dumps({"messages": [USER], "stream": True}).encode(), "chat")
+    assert not wants_stream(b'{"messages": 5}', "chat")  # the orchestrator will say what is wrong
+    for body in (b"5", b'{"stream": null, "messages": 5}', b'{"prompt": "x"}', b"{"):
+        with pytest.raises(InvalidRequestError):
+            wants_stream(body, "chat")
+
+
 def test_an_endpoint_takes_its_own_kind() -> None:
     assert refusal(json.dumps({"prompt": "x"}).encode(), "chat").message == "messages: required"
     assert refusal(json.dumps({"messages": [USER]}).encode(), "completion").message == "prompt: required"
@@ -317,6 +352,9 @@ def test_what_the_text_must_match(fields: dict[str, Any], guide: Guide | None) -
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
         ({"tools": [tool()], "guided_regex": "a"}, "guided_regex"),
         ({"tools": [tool()], "logprobs": True}, "logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+        ({"response_format": schema_format({"not": {}})}, "response_format.json_schema.schema"),
         ({"ignore_eos": True, "guided_regex": "a"}, "ignore_eos"),
         ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens"),
         ({"min_tokens": 2, "tools": [tool()], "tool_choice": "required"}, "min_tokens"),

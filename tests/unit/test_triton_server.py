@@ -99,7 +99,7 @@ def launch_at(tmp_path: Path, install: TritonInstall, environ: dict[str, str]) -
         install,
         model_repository=tmp_path / "model_repository",
         ports=Ports(1, 2, 3, 4, 5),
-        run_dir=tmp_path,
+        backends_dir=tmp_path / "backends",
         shm_prefix="prefix-",
         restricted_key="secret",
         exit_timeout_s=7,
@@ -120,7 +120,7 @@ def test_command_line(tmp_path: Path) -> None:
         "--http-port=2",
         "--grpc-port=3",
         "--metrics-port=4",
-        f"--http-restricted-api={restricted}",
+        f"--http-restricted-api=inference,{restricted}",
         f"--grpc-restricted-protocol={restricted}",
         "--backend-config=python,shm-region-prefix-name=prefix-",
         "--exit-timeout-secs=7",
@@ -315,3 +315,16 @@ def test_what_is_no_certificate(tmp_path: Path) -> None:
         (tmp_path / name).write_text("no PEM")
     with pytest.raises(StartError, match=r"--grpc-front-key .*: .*PEM.*\nfix: a certificate chain"):
         FrontOptions(cert=tmp_path / "c", key=tmp_path / "k").check()
+
+
+@pytest.mark.parametrize(("name", "is_linked"), [("plain-1.2_x", False), ("with space", True), ("é;$(x)", True)])
+def test_a_path_that_a_shell_would_not_take_is_linked(tmp_path: Path, name: str, is_linked: bool) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "file").touch()
+    with server.shell_safe(folder) as path:
+        assert (path != folder) is is_linked
+        assert re.fullmatch(r"[\w/.-]+", str(path), re.ASCII)
+        assert (path / "file").exists()
+    assert path.exists() is not is_linked
+    assert (folder / "file").exists()

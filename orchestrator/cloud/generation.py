@@ -1,0 +1,221 @@
+"""The generate stage of a cloud tier: a request as the API takes it, the API's deltas as our events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from orchestrator.call import Call
+from orchestrator.cloud.events import CallDelta, ChoiceDelta, Event
+from orchestrator.config import Tier
+from orchestrator.errors import CloudError, InvalidRequestError
+from orchestrator.generation import Answer, AnswerOutput
+from orchestrator.request import ChatRequest, Request
+from orchestrator.streaming.chunks import Choice
+from orchestrator.streaming.stops import StopStrings
+from orchestrator.streaming.text import Piece
+from orchestrator.streaming.tool_calls import ToolCallDelta
+
+# OpenAI's limit, and that of the APIs that follow it. Further stop strings are applied here alone, as all are.
+MAX_API_STOPS = 4
+# To estimate tokens, in bytes of UTF-8: English has 4 to 5 a token with the tokenizers in use.
+BYTES_PER_TOKEN = 4
+# APIs send a token a delta or, some of them, many; deltas longer than this on average are not single tokens.
+MAX_BYTES_PER_DELTA = 12
+
+# Fields that go out as they came in. `user` stays here: it tells a stranger about ours.
+_PASSED = (
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
+    *("seed", "presence_penalty", "frequency_penalty"),
+)
+# Our extras, and the value of each that changes nothing.
+_NOT_OPENAI = {"top_k": 0, "min_tokens": 0, "ignore_eos": False, "repetition_penalty": 1.0, "guided_regex": None}
+
+
+class CloudClient(Protocol):
+    """The way to the APIs of the cloud tiers."""
+
+    def stream(self, tier: Tier, body: Mapping[str, Any]) -> AsyncGenerator[Event, None]:
+        """The events of one streamed chat completion, to its last or until the API closes the connection.
+
+        Raises, also after events, the `ApiError` that says which tier failed and how. Closing it early cancels the
+        request at the API.
+        """
+
+    async def close(self) -> None:
+        """Close every connection."""
+
+
+class CloudGeneration:
+    """One answer's way out of an API. `run` sends every event, the last one final."""
+
+    def __init__(self, call: Call, answer: Answer, client: CloudClient) -> None:
+        self._call = call
+        self._answer = answer
+        self._request = answer.request
+        self._tier = answer.tier
+        self._client = client
+
+    async def run(self) -> None:
+        body = build_body(self._request, self._tier)
+        self._answer.num_prompt_tokens = max(1, len(self._call.body) // BYTES_PER_TOKEN)
+        self._answer.is_estimated = True
+        self._output = AnswerOutput(self._call, self._answer, uuid.uuid4().hex)
+        self._texts = [_ChoiceText(choice, self._request.stops) for choice in self._answer.choices]
+        self._call.raise_if_cancelled()
+        reading = asyncio.create_task(self._read(body))
+
+        async def stop() -> None:
+            reading.cancel()
+
+        self._call.on_cancel(stop)
+        try:
+            await reading
+        except asyncio.CancelledError:
+            self._call.raise_if_cancelled()
+            raise
+        self._call.on_cancel(None)
+        for text in self._texts:
+            self._output.emit(text.choice, text.flush())
+            self._output.end_choice(text.choice, text.finish_reason or "stop")
+        self._output.finish()
+
+    async def _read(self, body: Mapping[str, Any]) -> None:
+        """Every choice to its finish reason."""
+        usage = None
+        try:
+            async with aclosing(self._client.stream(self._tier, body)) as events:
+                async for event in events:
+                    if event.usage is not None:
+                        usage = event.usage
+                        self._answer.num_prompt_tokens = usage.prompt_tokens
+                    for delta in event.choices or []:
+                        self._take(delta)
+                    if all(text.is_stopped for text in self._texts):
+                        return  # no longer the API's answer, so its usage would be too late
+        except CloudError:
+            # The answers are whole; only their counts, or the end of the stream, are missing.
+            if not self._are_finished:
+                raise
+            return
+        if not self._are_finished:
+            raise CloudError(f"tier {self._tier.name!r}: the API's stream ended before its answer")
+        if usage is not None:
+            self._answer.num_completion_tokens = usage.completion_tokens
+            self._answer.is_estimated = False
+
+    @property
+    def _are_finished(self) -> bool:
+        return all(text.finish_reason is not None for text in self._texts)
+
+    def _take(self, delta: ChoiceDelta) -> None:
+        if not 0 <= delta.index < len(self._texts):
+            raise CloudError(
+                f"tier {self._tier.name!r}: the API sent a choice {delta.index}, but {len(self._texts)} were asked for"
+            )
+        text = self._texts[delta.index]
+        if text.finish_reason is not None:
+            return
+        if self._answer.first_token_s is None and (delta.text or delta.calls):
+            self._answer.first_token_s = time.monotonic()
+        try:
+            self._output.emit(text.choice, text.push(delta))
+        except ValueError as error:
+            raise CloudError(f"tier {self._tier.name!r}: the API sent {error}") from error
+
+
+class _ChoiceText:
+    """One choice as it comes: text cut at the first stop string, tool calls numbered from 0, tokens estimated.
+
+    `finish_reason` is None until it is over.
+    """
+
+    def __init__(self, choice: Choice, stops: list[str]) -> None:
+        self.choice = choice
+        self.finish_reason: str | None = None
+        self._stops = StopStrings(stops)
+        self._call_ids: list[str] = []
+        self._call_of_index: dict[int, int] = {}
+        self._num_deltas = 0
+        self._num_bytes = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stops.matched is not None
+
+    def push(self, delta: ChoiceDelta) -> Piece:
+        """What became certain; raises `ValueError` for a tool call without a name."""
+        calls = [self._number(call) for call in delta.calls]
+        if delta.text or calls:
+            self._num_deltas += 1
+            self._num_bytes += len(delta.text.encode()) + sum(
+                len((call.name or "").encode()) + len(call.arguments.encode()) for call in calls
+            )
+            self.choice.num_tokens = estimate_tokens(self._num_deltas, self._num_bytes)
+        text = self._stops.push(delta.text)
+        self.finish_reason = "stop" if self.is_stopped else delta.finish_reason or None
+        return Piece(text, calls)
+
+    def flush(self) -> Piece:
+        """What was held, when the answer ended."""
+        return Piece(self._stops.flush())
+
+    def _number(self, call: CallDelta) -> ToolCallDelta:
+        """By the order in which calls begin: some APIs send no index, or the same one for all."""
+        name = None if call.function is None else call.function.name
+        arguments = "" if call.function is None else call.function.arguments or ""
+        number = self._call_of_index.get(call.index or 0)
+        if number is not None and call.id in (None, "", self._call_ids[number]):
+            return ToolCallDelta(number, None, None, arguments)
+        if not name:
+            raise ValueError("a tool call without a name")
+        number = self._call_of_index[call.index or 0] = len(self._call_ids)
+        self._call_ids.append(call.id or f"call_{uuid.uuid4().hex}")
+        return ToolCallDelta(number, self._call_ids[number], name, arguments)
+
+
+def build_body(request: Request, tier: Tier) -> dict[str, Any]:
+    """The API's share of `request`, the tier's generation policy filled in.
+
+    Raises `InvalidRequestError` for what an OpenAI-compatible API does not have, or cannot have here.
+    """
+    assert tier.cloud is not None
+    where = f"on the cloud tier {tier.name!r}"
+    if not isinstance(request, ChatRequest):
+        raise InvalidRequestError(f"prompt: not supported {where}; send messages", param="prompt")
+    for field, neutral in _NOT_OPENAI.items():
+        if getattr(request, field) not in (None, neutral):
+            raise InvalidRequestError(f"{field}: not supported {where}; remove it, or name another tier", param=field)
+    if request.wants_log_probs:
+        raise InvalidRequestError(f"logprobs: not supported {where}; remove it, or name another tier", param="logprobs")
+    passed = request.model_dump(mode="json", by_alias=True, exclude_unset=True, include=set(_PASSED))
+    policy = tier.generation
+    body: dict[str, Any] = {
+        "model": tier.cloud.model,
+        **{field: value for field, value in passed.items() if value is not None},
+        tier.cloud.limit_field: request.output_limit or policy.max_output_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    for field, asked, usual in (
+        ("temperature", request.temperature, policy.temperature),
+        ("top_p", request.top_p, policy.top_p),
+    ):
+        if asked is not None or usual != 1.0:  # OpenAI's default, beside which some models take no other
+            body[field] = usual if asked is None else asked
+    if request.num_choices > 1:
+        body["n"] = request.num_choices
+    if request.stops:
+        body["stop"] = request.stops[:MAX_API_STOPS]
+    return body
+
+
+def estimate_tokens(num_deltas: int, num_bytes: int) -> int:
+    """How many tokens an answer has, going by its deltas and its bytes of UTF-8."""
+    if num_bytes <= MAX_BYTES_PER_DELTA * num_deltas:
+        return num_deltas
+    return max(num_deltas, num_bytes // BYTES_PER_TOKEN)

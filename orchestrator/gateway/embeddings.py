@@ -1,0 +1,105 @@
+"""`/v1/embeddings`: a Triton request for each input, which Triton batches; the answers as one JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+from starlette.types import Receive, Scope, Send
+
+from orchestrator.config import Embedder
+from orchestrator.embedding.request import Input, parse_embedding_request
+from orchestrator.embedding.window import choose_length, pad
+from orchestrator.errors import ApiError, InvalidRequestError
+from orchestrator.gateway.messages import ClientLeft, read_json_body, send_error, send_json
+from orchestrator.gateway.triton_client import TritonClient
+
+# Of one HTTP request: enough to fill two of Triton's batches, and few enough that a short text of somebody else, which
+# queues behind them, does not wait for 256 long ones.
+MAX_IN_FLIGHT = 16
+
+
+class Embedding(NamedTuple):
+    """`vector` is little-endian FP32."""
+
+    vector: bytes
+    num_tokens: int
+
+
+class Embeddings:
+    """An ASGI endpoint. For a client that leaves no further input is begun."""
+
+    def __init__(self, triton: TritonClient, embedder: Embedder) -> None:
+        self._triton = triton
+        self._embedder = embedder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await read_json_body(scope, receive)
+            request, inputs = parse_embedding_request(body, self._embedder)
+            is_list = isinstance(request.input, list) and not isinstance(request.input[0], int)
+            embeddings = await self._embed_all(inputs, is_list, receive)
+        except ClientLeft:
+            return
+        except ApiError as error:
+            await send_error(send, error)
+            return
+        encode = _to_base64 if request.encoding_format == "base64" else _to_floats
+        num_tokens = sum(embedding.num_tokens for embedding in embeddings)
+        answer = {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": encode(embedding.vector)}
+                for index, embedding in enumerate(embeddings)
+            ],
+            "model": self._embedder.name,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+        await send_json(send, 200, json.dumps(answer).encode())
+
+    async def _embed_all(self, inputs: list[Input], is_list: bool, receive: Receive) -> list[Embedding]:
+        """In their order. Raises the first `ApiError`, or `ClientLeft`."""
+        slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+        async def embed(index: int) -> Embedding:
+            async with slots:
+                # Shielded: what Triton has begun, it finishes; it leaks a request that is cancelled as it ends.
+                return await asyncio.shield(self._embed(inputs[index], f"input[{index}]" if is_list else "input"))
+
+        tasks = [asyncio.create_task(embed(index)) for index in range(len(inputs))]
+        all_done = asyncio.gather(*tasks)
+        leaving = asyncio.create_task(_wait_until_client_leaves(receive))
+        try:
+            await asyncio.wait((all_done, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not all_done.done():
+                raise ClientLeft
+            return await all_done
+        finally:
+            all_done.cancel()  # and with it what it gathers
+            leaving.cancel()
+
+    async def _embed(self, given: Input, field: str) -> Embedding:
+        if isinstance(given, str):
+            try:
+                return Embedding(*await self._triton.embed_text(given))
+            except InvalidRequestError as error:  # which names the tensor
+                raise InvalidRequestError(f"{field}: {error.message.partition(': ')[2]}", param=field) from error
+        length = choose_length(len(given), self._embedder.max_input_tokens)
+        input_ids, attention_mask = pad(given, length, self._embedder.pad_id)
+        return Embedding(await self._triton.embed_ids(input_ids, attention_mask), len(given))
+
+
+async def _wait_until_client_leaves(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _to_floats(vector: bytes) -> Any:
+    return np.frombuffer(vector, "<f4").tolist()
+
+
+def _to_base64(vector: bytes) -> Any:
+    return base64.b64encode(vector).decode()

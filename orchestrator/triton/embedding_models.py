@@ -1,0 +1,105 @@
+"""The Triton models `embedding_tokenizer` and `embedding_encoder` on the python backend.
+
+Both get what Triton has batched as one list of requests, and answer each by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from orchestrator import contracts
+from orchestrator.embedding.encoder import Encoder
+from orchestrator.embedding.tokenizer import Ints, WordPieces
+from orchestrator.embedding.window import check_window
+from orchestrator.errors import InvalidRequestError
+from orchestrator.triton.sender import Sender
+from orchestrator.triton.tensors import to_triton_error
+
+
+class EmbeddingTokenizerModel:
+    """What `embedding_tokenizer`'s model.py delegates to."""
+
+    def __init__(self, args: dict[str, str]) -> None:
+        parameters, folder = _read(args)
+        self._word_pieces = WordPieces(
+            folder / "tokenizer.json",
+            max_input_tokens=int(parameters["max_input_tokens"]),
+            pad_id=int(parameters["pad_id"]),
+        )
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        texts = _input(request, contracts.TEXT).reshape(-1)
+        try:
+            encoded = self._word_pieces.encode(texts, contracts.TEXT.name)
+        except InvalidRequestError as error:
+            return pb_utils.InferenceResponse(error=to_triton_error(error))
+        specs = (contracts.EMBEDDING_INPUT_IDS, contracts.ATTENTION_MASK, contracts.NUM_TOKENS)
+        return pb_utils.InferenceResponse([pb_utils.Tensor(spec.name, array) for spec, array in zip(specs, encoded)])
+
+
+class EmbeddingEncoderModel:
+    """What `embedding_encoder`'s model.py delegates to.
+
+    Triton batches requests of any lengths (`allow_ragged_batch`). Those of equal length are one batch of the graph; the
+    shortest go first, and have their answers before the longer ones begin.
+    """
+
+    def __init__(self, args: dict[str, str]) -> None:
+        parameters, folder = _read(args)
+        self._max_input_tokens = int(parameters["max_input_tokens"])
+        self._encoder = Encoder(folder / "model.onnx", num_threads=int(parameters["num_threads"]))
+
+    def execute(self, requests: list[Any]) -> None:
+        by_length: dict[int, list[_Job]] = {}
+        for request in requests:
+            job = _Job(
+                Sender(request),
+                _input(request, contracts.EMBEDDING_INPUT_IDS),
+                _input(request, contracts.ATTENTION_MASK),
+            )
+            by_length.setdefault(job.input_ids.shape[1], []).append(job)
+        for length, jobs in sorted(by_length.items()):
+            self._answer(length, jobs)
+
+    def _answer(self, length: int, jobs: list[_Job]) -> None:
+        try:
+            check_window(length, self._max_input_tokens, contracts.EMBEDDING_INPUT_IDS.name)
+        except InvalidRequestError as error:
+            for job in jobs:
+                job.sender.send(pb_utils.InferenceResponse(error=to_triton_error(error)), final=True)
+            return
+        input_ids = np.concatenate([job.input_ids for job in jobs])
+        embeddings = self._encoder.encode(input_ids, np.concatenate([job.attention_mask for job in jobs]))
+        parts = np.split(embeddings, np.cumsum([len(job.input_ids) for job in jobs])[:-1])
+        for job, part in zip(jobs, parts):
+            tensor = pb_utils.Tensor(contracts.EMBEDDING.name, part)
+            job.sender.send(pb_utils.InferenceResponse([tensor]), final=True)
+
+
+class _Job(NamedTuple):
+    """One request: its tensors are [texts, length]."""
+
+    sender: Sender
+    input_ids: Ints
+    attention_mask: Ints
+
+
+def _read(args: dict[str, str]) -> tuple[dict[str, str], Path]:
+    """The model's parameters and its version folder."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parameters = json.loads(args["model_config"])["parameters"]
+    folder = Path(args["model_repository"]) / args["model_version"]
+    return {key: value["string_value"] for key, value in parameters.items()}, folder
+
+
+def _input(request: Any, spec: contracts.TensorSpec) -> Any:
+    return pb_utils.get_input_tensor_by_name(request, spec.name).as_numpy()
