@@ -59,6 +59,7 @@ def test_every_stream_is_what_the_engine_produced_for_it(
         token_ids = produced[answer_id.removeprefix("chatcmpl-")]
         if token_ids[-1] == END_ID:
             token_ids.pop()
-        # A character that the limit cut off is not sent.
-        assert cpu_tokenizer.decode(token_ids).rstrip("\ufffd") == text
+        whole = cpu_tokenizer.decode(token_ids)
+        # A token whose character the limit cut off is not sent.
+        assert whole == text or (whole.startswith(text) and whole.endswith("\ufffd"))
     assert len({text for _, text in answers}) > NUM_STREAMS / 2
