@@ -64,7 +64,7 @@ def test_temperature_0_repeats(cpu_stack: Stack) -> None:
 
 def test_max_tokens(cpu_stack: Stack) -> None:
     """Case S10."""
-    body = cpu_stack.post(messages=COUNTING, max_tokens=16).json()
+    body = cpu_stack.post(messages=COUNTING, max_tokens=16, ignore_eos=True).json()
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"]["completion_tokens"] == 16
     assert body["usage"]["prompt_tokens"] == body["rt"]["input_tokens"] > 10
