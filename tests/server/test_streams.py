@@ -74,6 +74,8 @@ def test_models_health_and_readiness(scripted_stack: Stack) -> None:
         "complex",
         "expert",
         "llm_small",
+        "embedding",
+        "all-minilm-l6-v2",
     ]
     assert scripted_stack.get("/health").json() == {"status": "alive"}
     assert scripted_stack.get("/ready").json() == {"status": "ready"}
