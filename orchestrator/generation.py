@@ -82,7 +82,9 @@ class AnswerOutput:
 
     def emit(self, choice: Choice, piece: Piece) -> None:
         if piece.log_probs is not None:
-            choice.log_probs = [*(choice.log_probs or []), *piece.log_probs]
+            if choice.log_probs is None:
+                choice.log_probs = []
+            choice.log_probs += piece.log_probs
         choice.calls += piece.calls
         if piece.text:
             choice.pieces.append(piece.text)

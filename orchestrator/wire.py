@@ -45,11 +45,7 @@ def add_string(request: Any, spec: TensorSpec, value: bytes, shape: tuple[int, .
 
 def find_output(response: Any, spec: TensorSpec) -> bytes | None:
     """The raw bytes of an output of a `ModelStreamInferResponse`."""
-    infer = response.infer_response
-    for output, raw in zip(infer.outputs, infer.raw_output_contents):
-        if output.name == spec.name:
-            return bytes(raw)
-    return None
+    return read_outputs(response.infer_response).get(spec.name)
 
 
 def read_outputs(infer_response: Any) -> dict[str, bytes]:

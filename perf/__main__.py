@@ -14,6 +14,7 @@ from perf.errors import PerfError
 from perf.litellm import litellm
 from perf.overhead import overhead
 from perf.report import publish
+from perf.stack import find_artifact
 from perf.stagger import stagger
 from perf.streams import streams
 
@@ -33,9 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "stagger":
             table, result = stagger(options.artifacts, options.rounds)
         elif options.command == "cache-quality":
-            from perf.onnx_embedder import OnnxEmbedder  # no other command needs onnxruntime
+            from perf.embedder import ArtifactEmbedder  # no other command needs onnxruntime
 
-            table, result = cache_quality(options.pairs, OnnxEmbedder(options.embedder), options.errors)
+            embedder = ArtifactEmbedder(find_artifact(options.artifacts, "cpu"))
+            table, result = cache_quality(options.pairs, embedder, options.errors)
         else:
             table, result = cancel(options.artifacts, options.times, options.others)
         publish(table, result, options.json)
@@ -79,9 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--others", type=_count, default=8, help="other streams")
     command = add("cache-quality", "wrong and right hits of the semantic cache over pairs of questions")
     command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs_unseen.jsonl"), metavar="FILE")
-    command.add_argument(
-        "--embedder", type=Path, default=Path("artifacts/embedder"), metavar="DIR", help="model.onnx and tokenizer.json"
-    )
     command.add_argument("--errors", type=Path, metavar="FILE", help="write the pairs that went wrong to FILE")
     return parser
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -65,11 +66,11 @@ def create_app(options: GatewayOptions) -> Guard:
             return JSONResponse({"status": "not ready", "not_ready": missing}, status_code=503)
         return JSONResponse({"status": "ready"})
 
+    def describe_model(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": created, "owned_by": "triton-realtime"}
+
     async def models(_: Request) -> JSONResponse:
-        rows = [
-            {"id": name, "object": "model", "created": created, "owned_by": "triton-realtime"} for name in model_names
-        ]
-        return JSONResponse({"object": "list", "data": rows})
+        return JSONResponse({"object": "list", "data": [describe_model(name) for name in model_names]})
 
     async def model(request: Request) -> JSONResponse:
         name = request.path_params["name"]
@@ -78,7 +79,7 @@ def create_app(options: GatewayOptions) -> Guard:
                 f"model: {name[:80]!r} does not exist; one of {', '.join(model_names)}", param="model"
             )
             return JSONResponse(error.body(), error.status)
-        return JSONResponse({"id": name, "object": "model", "created": created, "owned_by": "triton-realtime"})
+        return JSONResponse(describe_model(name))
 
     async def metrics(_: Request) -> Response:
         return Response(await render_page(options.triton_metrics_url), headers={"content-type": CONTENT_TYPE})

@@ -10,7 +10,14 @@ from starlette.types import Receive, Scope, Send
 
 from orchestrator.contracts import FORWARDED_HEADERS
 from orchestrator.errors import ApiError, EngineError, InvalidRequestError, ShuttingDownError
-from orchestrator.gateway.messages import ClientLeft, encode_error, read_json_body, send_error, send_json
+from orchestrator.gateway.messages import (
+    ClientLeft,
+    encode_error,
+    read_json_body,
+    send_error,
+    send_json,
+    wait_until_client_leaves,
+)
 from orchestrator.gateway.metrics import EVENTS, LIVE_STREAMS, TTFT_S
 from orchestrator.gateway.triton_client import EventStream, TritonClient
 from orchestrator.request import Kind, wants_stream
@@ -103,7 +110,6 @@ async def _relay_stream(events: EventStream, send: Send, started_s: float) -> No
 
 async def _cancel_when_client_leaves(receive: Receive, events: EventStream) -> None:
     """Ends the generation, whose end then ends the relay."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await wait_until_client_leaves(receive)
     with contextlib.suppress(ApiError):  # a broken stream ends the relay itself
         await events.cancel()

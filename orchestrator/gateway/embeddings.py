@@ -14,7 +14,7 @@ from orchestrator.config import Embedder
 from orchestrator.embedding.request import Input, parse_embedding_request
 from orchestrator.embedding.window import choose_length, pad
 from orchestrator.errors import ApiError, InvalidRequestError
-from orchestrator.gateway.messages import ClientLeft, read_json_body, send_error, send_json
+from orchestrator.gateway.messages import ClientLeft, read_json_body, send_error, send_json, wait_until_client_leaves
 from orchestrator.gateway.triton_client import TritonClient
 
 # Of one HTTP request: enough to fill two of Triton's batches, and few enough that a short text of somebody else, which
@@ -71,7 +71,7 @@ class Embeddings:
 
         tasks = [asyncio.create_task(embed(index)) for index in range(len(inputs))]
         all_done = asyncio.gather(*tasks)
-        leaving = asyncio.create_task(_wait_until_client_leaves(receive))
+        leaving = asyncio.create_task(wait_until_client_leaves(receive))
         try:
             await asyncio.wait((all_done, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not all_done.done():
@@ -90,11 +90,6 @@ class Embeddings:
         length = choose_length(len(given), self._embedder.max_input_tokens)
         input_ids, attention_mask = pad(given, length, self._embedder.pad_id)
         return Embedding(await self._triton.embed_ids(input_ids, attention_mask), len(given))
-
-
-async def _wait_until_client_leaves(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _to_floats(vector: bytes) -> Any:

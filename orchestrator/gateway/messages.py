@@ -51,6 +51,12 @@ async def read_json_body(scope: Scope, receive: Receive) -> bytes:
             return b"".join(parts)
 
 
+async def wait_until_client_leaves(receive: Receive) -> None:
+    """For when the body was read: nothing else is to come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def _check_media_type(content_type: bytes) -> None:
     """JSON is UTF-8 (RFC 8259, section 8.1). A web page cannot send this type across origins without asking first."""
     media_type, *parameters = (part.strip().lower() for part in content_type.split(b";"))
