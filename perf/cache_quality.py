@@ -7,6 +7,7 @@ same is done with a cosine threshold alone (0.92, the one published for this enc
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -109,19 +110,21 @@ def _judge(pair: Pair, embed: Callable[[str], Any]) -> Judged:
     except ValidationError as error:
         raise PerfError(f"a pair of kind {pair.kind!r} holds no request: {error.errors()[0]['msg']}") from error
     started = perf_counter()
-    guarded = _look_up(cached, asked, embed, THRESHOLD, rejecting_guard)
+    guarded = asyncio.run(_look_up(cached, asked, embed, THRESHOLD, rejecting_guard))
     lookup_us = (perf_counter() - started) * 1e6
-    plain = _look_up(cached, asked, embed, PLAIN_THRESHOLD, lambda one, other: None)
+    plain = asyncio.run(_look_up(cached, asked, embed, PLAIN_THRESHOLD, lambda one, other: None))
     language = pair.lang or guess_language(cached.question or "").language or "other"
     return Judged(pair, language, guarded, plain, lookup_us)
 
 
-def _look_up(cached: Identity, asked: Identity, embed: Callable[[str], Any], threshold: float, guard: Guard) -> Outcome:
+async def _look_up(
+    cached: Identity, asked: Identity, embed: Callable[[str], Any], threshold: float, guard: Guard
+) -> Outcome:
     store = MemoryStore(max_bytes=1 << 20, clock=lambda: 0.0)
-    store.put(Entry(cached, b"{}", "model", embed(cached.question or ""), stored_s=0.0, expires_s=1.0))
+    await store.put(Entry(cached, b"{}", "model", embed(cached.question or ""), stored_s=0.0, expires_s=1.0))
     lookup = Lookup(store, lambda: 0.0, threshold, guard)
-    exact = lookup.find_exact(asked)
-    return exact if exact.kind == "exact" else lookup.find_near(asked, embed(asked.question or ""))
+    exact = await lookup.find_exact(asked)
+    return exact if exact.kind == "exact" else await lookup.find_near(asked, embed(asked.question or ""))
 
 
 def _tally(judged: Iterable[Judged], side: Literal["guarded", "plain"]) -> Tally:

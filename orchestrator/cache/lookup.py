@@ -52,33 +52,33 @@ class Lookup:
     threshold: float = THRESHOLD
     guard: Guard = rejecting_guard
 
-    def find_exact(self, identity: Identity) -> Outcome:
+    async def find_exact(self, identity: Identity) -> Outcome:
         """Needs no vector, so that it comes before the embedding."""
-        entry = self.store.get(identity)
-        return Outcome("miss") if entry is None else self._hit("exact", entry, 1.0)
+        entry = await self.store.get(identity)
+        return Outcome("miss") if entry is None else await self._hit("exact", entry, 1.0)
 
-    def find_near(self, identity: Identity, vector: Vector | None) -> Outcome:
+    async def find_near(self, identity: Identity, vector: Vector | None) -> Outcome:
         """The nearest question that is near enough and that no guard rejects. Without a vector always a miss."""
         if vector is None or identity.question is None:
             return Outcome("miss")
         miss = Outcome("miss")
-        for entry, similarity in self.store.nearest(identity, vector, NUM_CANDIDATES):
-            guard = self._rejection(identity, entry, similarity)
+        for entry, similarity in await self.store.nearest(identity, vector, NUM_CANDIDATES):
+            guard = await self._rejection(identity, entry, similarity)
             if guard is None:
-                return self._hit("semantic", entry, similarity)
+                return await self._hit("semantic", entry, similarity)
             if miss.guard is None:
                 miss = Outcome("miss", similarity=similarity, guard=guard)
             if similarity < self.threshold:
                 break
         return miss
 
-    def _rejection(self, identity: Identity, entry: Entry, similarity: float) -> str | None:
+    async def _rejection(self, identity: Identity, entry: Entry, similarity: float) -> str | None:
         if similarity < self.threshold:
             return "threshold"
-        if self.store.is_blocked(identity, entry):
+        if await self.store.is_blocked(identity, entry):
             return "blocked"
         return self.guard(entry.identity.question or "", identity.question or "")
 
-    def _hit(self, kind: Literal["exact", "semantic"], entry: Entry, similarity: float) -> Outcome:
-        self.store.touch(entry)
+    async def _hit(self, kind: Literal["exact", "semantic"], entry: Entry, similarity: float) -> Outcome:
+        await self.store.touch(entry)
         return Outcome(kind, entry, similarity, self.clock() - entry.stored_s)

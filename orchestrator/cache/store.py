@@ -1,7 +1,7 @@
 """The in-process store: entries by exact key, and each partition's vectors.
 
 Bounded in bytes, the least recently used leave first; an entry's end is fixed when it comes in, and no use moves it.
-Synchronous, without I/O; not for several threads.
+Its methods await nothing; not for several threads.
 """
 
 from __future__ import annotations
@@ -84,23 +84,23 @@ class Selection:
 class Store(Protocol):
     """What a cache keeps its entries in."""
 
-    def get(self, identity: Identity) -> Entry | None: ...
+    async def get(self, identity: Identity) -> Entry | None: ...
 
-    def nearest(self, identity: Identity, vector: Vector, num: int) -> Sequence[Near]:
+    async def nearest(self, identity: Identity, vector: Vector, num: int) -> Sequence[Near]:
         """The `num` nearest entries of the identity's partition, nearest first."""
 
-    def put(self, entry: Entry) -> None: ...
+    async def put(self, entry: Entry) -> None: ...
 
-    def touch(self, entry: Entry) -> None:
+    async def touch(self, entry: Entry) -> None:
         """Note that the entry was served."""
 
-    def is_blocked(self, identity: Identity, entry: Entry) -> bool:
+    async def is_blocked(self, identity: Identity, entry: Entry) -> bool:
         """Whether the entry's question was said to be wrong for this one."""
 
-    def mark_wrong(self, asked: Identity, entry: Entry) -> None:
+    async def mark_wrong(self, asked: Identity, entry: Entry) -> None:
         """Evict the entry, and never serve its question's answer to `asked` again."""
 
-    def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated: ...
+    async def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated: ...
 
 
 @dataclass
@@ -118,18 +118,18 @@ class MemoryStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, identity: Identity) -> Entry | None:
+    async def get(self, identity: Identity) -> Entry | None:
         entry = self._entries.get(identity.exact_key)
         return None if entry is None else self._if_live(entry)
 
-    def nearest(self, identity: Identity, vector: Vector, num: int) -> list[Near]:
+    async def nearest(self, identity: Identity, vector: Vector, num: int) -> list[Near]:
         index = self._partitions.get(identity.partition)
         if index is None:
             return []
         near = [Near(self._entries[key], similarity) for key, similarity in index.nearest(vector, num)]
         return [each for each in near if self._if_live(each.entry) is not None]
 
-    def put(self, entry: Entry) -> None:
+    async def put(self, entry: Entry) -> None:
         """Store it in place of an entry of the same key; one that is larger than `max_bytes` is not stored."""
         if entry.identity.exact_key in self._entries:
             self._remove(self._entries[entry.identity.exact_key])
@@ -143,14 +143,14 @@ class MemoryStore:
         while self.num_bytes > self.max_bytes:
             self._remove(next(iter(self._entries.values())))
 
-    def touch(self, entry: Entry) -> None:
+    async def touch(self, entry: Entry) -> None:
         if entry.identity.exact_key in self._entries:
             self._entries.move_to_end(entry.identity.exact_key)
 
-    def is_blocked(self, identity: Identity, entry: Entry) -> bool:
+    async def is_blocked(self, identity: Identity, entry: Entry) -> bool:
         return _pair(identity, entry) in self._blocked
 
-    def mark_wrong(self, asked: Identity, entry: Entry) -> None:
+    async def mark_wrong(self, asked: Identity, entry: Entry) -> None:
         if self._entries.get(entry.identity.exact_key) is entry:
             self._remove(entry)
         # An answer that is wrong for its own question is evicted; the next one may be right.
@@ -159,7 +159,7 @@ class MemoryStore:
             while len(self._blocked) > self.max_blocked:
                 self._blocked.popitem(last=False)
 
-    def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated:
+    async def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated:
         now_s = self.clock()
         chosen = [entry for entry in self._entries.values() if selection.has(entry, now_s)]
         if not dry_run:

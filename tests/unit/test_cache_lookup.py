@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from asyncio import run
 from itertools import pairwise
 from typing import Any
 
@@ -52,12 +53,12 @@ class Cache:
 
     def put(self, asked: Identity, ttl_s: float = 60.0) -> Entry:
         entry = Entry(asked, b"{}", "llm_small", embed(asked.question or ""), self.now_s, self.now_s + ttl_s)
-        self.store.put(entry)
+        run(self.store.put(entry))
         return entry
 
     def find(self, asked: Identity) -> Outcome:
-        exact = self.lookup.find_exact(asked)
-        return exact if exact.kind == "exact" else self.lookup.find_near(asked, embed(asked.question or ""))
+        exact = run(self.lookup.find_exact(asked))
+        return exact if exact.kind == "exact" else run(self.lookup.find_near(asked, embed(asked.question or "")))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_a_wrong_hit_leaves_and_does_not_come_back() -> None:  # C23
     cache = Cache()
     stored, asked = identity("Why is the sky blue?"), identity("why is the sky blue")
     wrong = cache.put(stored)
-    cache.store.mark_wrong(asked, wrong)
+    run(cache.store.mark_wrong(asked, wrong))
     assert cache.find(asked).kind == "miss"
     cache.put(stored)
     assert cache.find(asked).guard == "blocked"

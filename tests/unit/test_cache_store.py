@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from asyncio import run
+
 import numpy as np
 import pytest
 
@@ -36,13 +38,13 @@ def test_a_hit_does_not_extend_an_end() -> None:
     clock = Clock()
     store = MemoryStore(1 << 20, clock=clock)
     kept = entry("a", ttl_s=2.0)
-    store.put(kept)
+    run(store.put(kept))
     for now_s in (0.5, 1.0, 1.5, 1.99):  # a hit every half second does not keep it
         clock.now_s = now_s
-        assert store.get(kept.identity) is kept
-        store.touch(kept)
+        assert run(store.get(kept.identity)) is kept
+        run(store.touch(kept))
     clock.now_s = 2.0
-    assert store.get(kept.identity) is None
+    assert run(store.get(kept.identity)) is None
     assert (len(store), store.num_bytes) == (0, 0)
 
 
@@ -50,37 +52,37 @@ def test_what_has_ended_is_not_near() -> None:
     clock = Clock()
     store = MemoryStore(1 << 20, clock=clock)
     kept = entry("a", ttl_s=2.0)
-    store.put(kept)
+    run(store.put(kept))
     assert kept.vector is not None
-    assert store.nearest(kept.identity, kept.vector, 1)[0].similarity == pytest.approx(1.0)
+    assert run(store.nearest(kept.identity, kept.vector, 1))[0].similarity == pytest.approx(1.0)
     clock.now_s = 3.0
-    assert store.nearest(kept.identity, kept.vector, 1) == []
+    assert run(store.nearest(kept.identity, kept.vector, 1)) == []
 
 
 def test_least_recently_used_leaves_first() -> None:
     entries = [entry(name, answer=b"x" * 1000) for name in ("a", "b", "c", "d")]
     store = MemoryStore(3 * entries[0].num_bytes, clock=Clock())
     for each in entries[:3]:
-        store.put(each)
-    store.touch(entries[0])
-    store.put(entries[3])
-    assert [store.get(each.identity) is not None for each in entries] == [True, False, True, True]
+        run(store.put(each))
+    run(store.touch(entries[0]))
+    run(store.put(entries[3]))
+    assert [run(store.get(each.identity)) is not None for each in entries] == [True, False, True, True]
     assert store.num_bytes == 3 * entries[0].num_bytes
 
 
 def test_what_is_too_large_is_not_stored_and_nothing_leaves_for_it() -> None:
     small = entry("a")
     store = MemoryStore(2 * small.num_bytes, clock=Clock())
-    store.put(small)
-    store.put(entry("b", answer=b"x" * 10_000))
+    run(store.put(small))
+    run(store.put(entry("b", answer=b"x" * 10_000)))
     assert len(store) == 1
 
 
 def test_a_key_is_stored_once() -> None:
     store = MemoryStore(1 << 20, clock=Clock())
-    store.put(entry("a", answer=b"old"))
-    store.put(entry("a", answer=b"newer"))
-    found = store.get(entry("a").identity)
+    run(store.put(entry("a", answer=b"old")))
+    run(store.put(entry("a", answer=b"newer")))
+    found = run(store.get(entry("a").identity))
     assert found is not None and found.answer == b"newer"
     assert store.num_bytes == found.num_bytes
 
@@ -107,13 +109,13 @@ def test_invalidation(selection: Selection, names: set[str]) -> None:
         entry("d", stored_s=5.0, question="What is my balance?"),
     ]
     for each in entries:
-        store.put(each)
+        run(store.put(each))
     chosen = [each for each in entries if each.identity.exact_key in names]
     expected = Invalidated(len(names), sum(each.num_bytes for each in chosen))
-    assert store.invalidate(selection, dry_run=True) == expected
+    assert run(store.invalidate(selection, dry_run=True)) == expected
     assert len(store) == 4
-    assert store.invalidate(selection, dry_run=False) == expected
-    assert {each.identity.exact_key for each in entries if store.get(each.identity)} == set("abcd") - names
+    assert run(store.invalidate(selection, dry_run=False)) == expected
+    assert {each.identity.exact_key for each in entries if run(store.get(each.identity))} == set("abcd") - names
 
 
 @pytest.mark.parametrize("fields", [{}, {"tenant": "t", "everything": True}])
@@ -125,27 +127,27 @@ def test_a_selection_says_what_it_selects(fields: dict[str, object]) -> None:
 def test_a_wrong_answer_is_evicted_and_the_pair_blocked() -> None:
     store = MemoryStore(1 << 20, clock=Clock())
     stored, asked, other = entry("a"), entry("b").identity, entry("c").identity
-    store.put(stored)
-    store.mark_wrong(asked, stored)
-    assert store.get(stored.identity) is None
-    store.put(stored)
-    assert store.is_blocked(asked, stored)
-    assert not store.is_blocked(other, stored)
+    run(store.put(stored))
+    run(store.mark_wrong(asked, stored))
+    assert run(store.get(stored.identity)) is None
+    run(store.put(stored))
+    assert run(store.is_blocked(asked, stored))
+    assert not run(store.is_blocked(other, stored))
 
 
 def test_blocked_pairs_are_bounded() -> None:
     store = MemoryStore(1 << 20, max_blocked=2, clock=Clock())
     stored = entry("a")
     for name in ("b", "c", "d"):
-        store.mark_wrong(entry(name).identity, stored)
-    assert [store.is_blocked(entry(name).identity, stored) for name in ("b", "c", "d")] == [False, True, True]
+        run(store.mark_wrong(entry(name).identity, stored))
+    assert [run(store.is_blocked(entry(name).identity, stored)) for name in ("b", "c", "d")] == [False, True, True]
 
 
 def test_partitions_do_not_see_each_other() -> None:
     store = MemoryStore(1 << 20, clock=Clock())
     stored = entry("a", partition="p1")
-    store.put(stored)
-    assert store.nearest(entry("a", partition="p2").identity, unit(1, 1), 8) == []
+    run(store.put(stored))
+    assert run(store.nearest(entry("a", partition="p2").identity, unit(1, 1), 8)) == []
 
 
 def test_graph_finds_what_comparing_all_finds() -> None:
