@@ -1,4 +1,4 @@
-"""The command line: `python -m perf overhead|litellm|streams|stagger|cancel|cache-quality`."""
+"""The command line: `python -m perf overhead|litellm|streams|token-path|stagger|cancel|cache-quality`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from perf.report import publish
 from perf.stack import find_artifact
 from perf.stagger import stagger
 from perf.streams import streams
+from perf.token_path import token_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table, result = litellm(options.artifacts, options.requests)
         elif options.command == "streams":
             table, result = streams(options.artifacts, options.streams, options.rounds, options.tokens)
+        elif options.command == "token-path":
+            table, result = token_path(options.artifacts, options.streams, options.tokens, options.itl_ms)
         elif options.command == "stagger":
             table, result = stagger(options.artifacts, options.rounds)
         elif options.command == "cache-quality":
@@ -74,6 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--streams", type=_counts, default=[1, 8, 16, 32], help="such as 8,16")
     command.add_argument("--rounds", type=_count, default=3, help="rounds of each side")
     command.add_argument("--tokens", type=_count, default=64, help="tokens of each stream")
+    command = add("token-path", "what a token costs each process that it passes")
+    command.add_argument("--streams", type=_counts, default=[1, 16, 64], help="such as 1,16")
+    command.add_argument("--tokens", type=_count, default=400, help="tokens of each stream")
+    command.add_argument("--itl-ms", type=float, default=40.0, help="the pace of the engine that waits")
     command = add("stagger", "first tokens of six streams that start 200 ms apart")
     command.add_argument("--rounds", type=_count, default=9, help="rounds of six streams")
     command = add("cancel", "how soon the engine lets go when a client leaves")

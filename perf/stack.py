@@ -34,6 +34,7 @@ class Stack:
     gateway_url: str
     triton_grpc_url: str
     triton_log: Path
+    serve_pid: int
 
     @property
     def tier(self) -> Tier:
@@ -89,7 +90,7 @@ def _wait_until_ready(serve: subprocess.Popen[bytes], artifact: Path, run_dir: P
             raise PerfError(f"{artifact}: not ready after {_READY_TIMEOUT_S:.0f} s")
         time.sleep(_POLL_INTERVAL_S)
     facts = json.loads(ready_file.read_text(encoding="utf-8"))
-    return Stack(artifact, facts["gateway_url"], facts["triton_grpc_url"], Path(facts["logs"]["triton"]))
+    return Stack(artifact, facts["gateway_url"], facts["triton_grpc_url"], Path(facts["logs"]["triton"]), serve.pid)
 
 
 def _check_running(serve: subprocess.Popen[bytes], run_dir: Path) -> None:

@@ -140,12 +140,16 @@ class Stack:
         assert found, name
         return float(found[1])
 
-    def num_live(self, model: str) -> int:
-        """Requests that `model` has taken in and not ended, by Triton's metrics page."""
+    def model_metric(self, name: str, model: str) -> float:
+        """The sample `NAME{model="MODEL"}` of Triton's metrics page."""
         page = httpx.get(self.facts["triton_metrics_url"], timeout=10).text
-        found = re.search(rf'^rt_live_requests{{[^}}]*model="{model}"[^}}]*}} (\S+)$', page, re.MULTILINE)
+        found = re.search(rf'^{name}{{[^}}]*model="{model}"[^}}]*}} (\S+)$', page, re.MULTILINE)
         assert found, page
-        return int(float(found[1]))
+        return float(found[1])
+
+    def num_live(self, model: str) -> int:
+        """Requests that `model` has taken in and not ended."""
+        return int(self.model_metric("rt_live_requests", model))
 
     def wait_until_idle(self, timeout_s: float = 5.0) -> None:
         wait_for(lambda: self.num_live("orchestrator") == self.num_live("llm_small") == 0, timeout_s)

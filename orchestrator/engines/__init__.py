@@ -85,6 +85,9 @@ class Engine(Protocol):
         Raises `EngineRefusal` when the engine has failed.
         """
 
+    def kv_cache_usage(self) -> float | None:
+        """As `Stepper.kv_cache_usage`, after the last step."""
+
     def close(self) -> None:
         """End every request with an error and free the engine."""
 
@@ -103,6 +106,12 @@ class Stepper(Protocol):
 
     def has_requests(self) -> bool:
         """Whether a step would do anything."""
+
+    def kv_cache_usage(self) -> float | None:
+        """The share of the KV blocks that live requests hold, 0 to 1; None without a KV cache.
+
+        What only the prefix cache still knows is free.
+        """
 
 
 def create_stepper(parameters: Mapping[str, str], model_dir: Path) -> Stepper:

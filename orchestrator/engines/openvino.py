@@ -200,6 +200,11 @@ class OpenVINOStepper:
     def has_requests(self) -> bool:
         return bool(self._waiting) or bool(self._pipeline.has_non_finished_requests())
 
+    def kv_cache_usage(self) -> float:
+        if not self._pipeline.has_non_finished_requests():
+            self._pipeline.step()  # GenAI counts as a step begins; an empty one takes 20 us
+        return round(float(self._pipeline.get_metrics().cache_usage) / 100, 4)
+
     def _read(self, sequence: Sequence) -> Chunk:
         token_ids: list[int] = []
         log_probs: list[float] = []

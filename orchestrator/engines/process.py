@@ -45,6 +45,7 @@ class ProcessEngine:
             self._process.kill()
             self._process.communicate()
             raise RuntimeError(first.get("failed", "the engine's process ended while loading; its log says why"))
+        self._kv_cache_usage: float | None = first["kv_cache_usage"]
         self._reader = threading.Thread(target=self._read, name="engine", daemon=True)
         self._reader.start()
 
@@ -62,6 +63,9 @@ class ProcessEngine:
             if self._failure is not None:
                 raise EngineRefusal(self._failure)
         self._send({"stop": request_id})
+
+    def kv_cache_usage(self) -> float | None:
+        return self._kv_cache_usage
 
     def close(self) -> None:
         with self._lock:
@@ -83,6 +87,7 @@ class ProcessEngine:
         for line in self._out:
             message = json.loads(line)
             failure = message.get("failed")
+            self._kv_cache_usage = message.get("kv_cache_usage", self._kv_cache_usage)
             for request_id, fields in message.get("chunks", {}).items():
                 chunk = Chunk(*fields)
                 with self._lock:

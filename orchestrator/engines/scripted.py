@@ -123,6 +123,9 @@ class ScriptedStepper:
     def stop(self, request_id: str) -> None:
         self._sequences.pop(request_id).stopped = True
 
+    def kv_cache_usage(self) -> None:
+        return None
+
     def has_requests(self) -> bool:
         return bool(self._sequences)
 

@@ -6,8 +6,8 @@ run meanwhile, and a crash would leave Triton waiting forever. Here one loop rea
     in    the settings, once:      {"parameters": {...}, "model_dir": "..."}
           then any number of:      {"add": {fields of EngineRequest}}   {"stop": "request id"}
           end of input:            exit
-    out   once:                    {"ready": true}
-          after a step or a stop:  {"chunks": {"request id": [the fields of Chunk]}}
+    out   once:                    {"ready": true, "kv_cache_usage": 0 to 1, or null without a KV cache}
+          after a step or a stop:  {"chunks": {"request id": [the fields of Chunk]}, "kv_cache_usage": if it changed}
           last words:              {"failed": "why"}
 """
 
@@ -59,6 +59,7 @@ class Worker:
         self._commands = commands
         self._out_fd = out_fd
         self._live: set[str] = set()
+        self._kv_cache_usage = stepper.kv_cache_usage()  # as it was written last
         # When the last steps began, for the log line that proves how soon a stop took effect.
         self._step_began_s: collections.deque[float] = collections.deque(maxlen=4)
 
@@ -95,13 +96,16 @@ class Worker:
         log.info(json.dumps(line | {"last_steps_began_s": list(self._step_began_s)}))
 
     def _write(self, chunks: dict[str, Chunk]) -> None:
-        if chunks:
+        message: dict[str, Any] = {"chunks": chunks} if chunks else {}
+        if (usage := self._stepper.kv_cache_usage()) != self._kv_cache_usage:
+            self._kv_cache_usage = message["kv_cache_usage"] = usage
+        if message:
             self._live.difference_update(request_id for request_id, chunk in chunks.items() if chunk.finished)
             if log.isEnabledFor(logging.DEBUG):
                 for request_id, chunk in chunks.items():
                     line = {"event": "engine_chunk", "request_id": request_id, "token_ids": chunk.token_ids}
                     log.debug(json.dumps(line))
-            write_line(self._out_fd, {"chunks": chunks})
+            write_line(self._out_fd, message)
 
 
 def write_line(fd: int, message: dict[str, Any]) -> None:
@@ -120,7 +124,7 @@ def main() -> None:
     try:
         settings, *_ = commands.read(wait=True)
         stepper = create_stepper(settings["parameters"], Path(settings["model_dir"]))
-        write_line(out_fd, {"ready": True})
+        write_line(out_fd, {"ready": True, "kv_cache_usage": stepper.kv_cache_usage()})
         Worker(stepper, commands, out_fd).run()
     except Exception as error:
         log.exception("the engine failed")

@@ -45,7 +45,7 @@ class OrchestratorModel:
         self._cloud = create_cloud_client(tiers.tier, os.environ)
         self._pipeline = Pipeline(tiers, root, self._engines, self._cloud)
         self._watcher = CancellationWatcher(
-            CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(contracts.ORCHESTRATOR_MODEL)
+            CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(contracts.ORCHESTRATOR_MODEL).set
         )
         self._max_live_requests = tiers.limits.max_live_requests
         self._num_live = 0

@@ -15,16 +15,15 @@ class CancellationWatcher:
     Triton has no callback for it, and a poll is a round trip to the server's process (75 µs of CPU, and a hole in the
     engine's step, measured on two cores); hence the period, and every tenth poll only for who is watched `seldom`:
     he says himself that he leaves, unless his process died. A cancel repeats until `unwatch`, so a stop that came
-    before the engine knew the request is sent again. `on_change` hears the number of watched calls when it changed.
+    before the engine knew the request is sent again. `on_poll` hears the number of watched calls at every poll.
     """
 
-    def __init__(self, period_s: float, on_change: Callable[[int], None]) -> None:
+    def __init__(self, period_s: float, on_poll: Callable[[int], None]) -> None:
         self._period_s = period_s
-        self._on_change = on_change
+        self._on_poll = on_poll
         self._watched: dict[int, tuple[Callable[[], bool], Callable[[], None], bool]] = {}
         self._polls = itertools.count(1)
         self._keys = itertools.count()
-        self._num_told = -1  # what `on_change` heard last; nothing yet
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cancellation", daemon=True)
@@ -54,9 +53,7 @@ class CancellationWatcher:
         # A function, so that nothing of a call is kept while the thread waits: Triton unloads no model while one lives.
         with self._lock:
             watched = list(self._watched.values())
-        if len(watched) != self._num_told:
-            self._num_told = len(watched)
-            self._on_change(self._num_told)
+        self._on_poll(len(watched))
         all_of_them = next(self._polls) % SELDOM == 0
         for is_cancelled, on_cancel, seldom in watched:
             if (all_of_them or not seldom) and is_cancelled():

@@ -16,7 +16,7 @@ from orchestrator.engines import Chunk, Engine, EngineRefusal
 from orchestrator.engines.parsing import parse_engine_request
 from orchestrator.engines.process import ProcessEngine
 from orchestrator.triton.cancellation import CancellationWatcher
-from orchestrator.triton.metrics import live_requests_gauge
+from orchestrator.triton.metrics import kv_cache_usage_gauge, live_requests_gauge
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of
 
@@ -35,7 +35,11 @@ class EngineModel:
         parameters["max_batch_size"] = str(config["max_batch_size"])
         model_dir = Path(args["model_repository"]) / args["model_version"]
         self._engine: Engine = ProcessEngine(parameters, model_dir)
-        self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(args["model_name"]))
+        self._live_requests = live_requests_gauge(args["model_name"])
+        self._kv_cache_usage = (
+            None if self._engine.kv_cache_usage() is None else kv_cache_usage_gauge(args["model_name"])
+        )
+        self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, self._report)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -48,6 +52,11 @@ class EngineModel:
     def finalize(self) -> None:
         self._watcher.close()
         self._engine.close()
+
+    def _report(self, num_live: int) -> None:
+        self._live_requests.set(num_live)
+        if self._kv_cache_usage is not None:
+            self._kv_cache_usage.set(self._engine.kv_cache_usage() or 0.0)
 
     def _start(self, request: Any, sender: ChunkSender) -> None:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}

@@ -22,6 +22,7 @@ FREE_PORTS = "--port 0 --triton-http-port 0 --triton-grpc-port 0 --triton-metric
 # The same commands with less work: what they measure is not what is tested here.
 SMALLER = {
     "perf overhead": "--requests 3 --scripted-requests 3",
+    "perf token-path": "--streams 1,4 --tokens 20",
     "perf streams": "--streams 1,2 --rounds 1 --tokens 8",
     "perf stagger": "--rounds 1",
     "perf cancel": "--times 2 --others 2",
@@ -64,7 +65,7 @@ def test_no_command_is_left_out() -> None:
         "grpc_stream",
         "orchestrator chat",
     ]
-    tested += ["scripts/stop", "-m build --target cpu", "perf overhead", "perf streams", "perf stagger", "perf cancel"]
+    tested += ["scripts/stop", "-m build --target cpu", "perf overhead", "perf streams", "perf token-path", "perf stagger", "perf cancel"]
     assert sorted(COMMANDS) == sorted(map(find, tested))
     assert len(PYTHON) == 1
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Stack, ask
+from serving import Stack, ask, wait_for
 from tokenizers import Tokenizer
 
 QUESTION = ask("What is the capital of France?")
@@ -106,6 +106,25 @@ def test_a_long_prompt_beyond_the_window_is_refused_with_counts(cpu_stack: Stack
     response = cpu_stack.post(messages=ask("word " * 9000), max_tokens=5)
     assert response.status_code == 400
     assert "9031 tokens and an answer of up to 5 are more than the context window of 8192 tokens" in response.text
+
+
+def test_300_that_leave_hold_no_kv_block(cpu_stack: Stack) -> None:
+    """At any moment: before the prefill, in it, and between tokens. What only the prefix cache knows is free."""
+    peak = 0.0
+
+    def come_and_go(index: int) -> None:
+        nonlocal peak
+        question = ask(f"{index:03d} is my number. Tell me a story about it.")
+        with cpu_stack.send(messages=question, ignore_eos=True, max_tokens=500, stream=index % 2 == 0):
+            time.sleep(index % 11 / 20)
+            peak = max(peak, cpu_stack.model_metric("rt_kv_cache_usage_ratio", "llm_small"))
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(come_and_go, range(300)))
+    cpu_stack.wait_until_idle(20)
+    assert peak > 0, "nobody ever held one"
+    wait_for(lambda: cpu_stack.model_metric("rt_kv_cache_usage_ratio", "llm_small") == 0)
+    assert content(cpu_stack, messages=QUESTION, temperature=0) == "The capital of France is Paris."
 
 
 # --- together ------------------------------------------------------------------------------------------------

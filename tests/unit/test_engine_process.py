@@ -59,6 +59,8 @@ class FakeStepper:
         self.may_step = threading.Semaphore(0)
         self.num_steps = 0
         self.die: Exception | None = None
+        self.usage: float | None = None
+        self.usages: list[float | None] = []
 
     def add(self, request: EngineRequest) -> None:
         if request.max_new_tokens > 100:
@@ -73,11 +75,16 @@ class FakeStepper:
     def has_requests(self) -> bool:
         return bool(self.live)
 
+    def kv_cache_usage(self) -> float | None:
+        return self.usage
+
     def step(self) -> dict[str, Chunk]:
         assert self.may_step.acquire(timeout=TIMEOUT_S)
         if self.die is not None:
             raise self.die
         self.num_steps += 1
+        if self.usages:
+            self.usage = self.usages.pop(0)
         return {request_id: Chunk([self.num_steps]) for request_id in sorted(self.live)}
 
 
@@ -112,11 +119,14 @@ class RunningWorker:
         os.write(self._in_fd, data)
 
     def chunks(self) -> dict[str, Chunk]:
+        return {request_id: Chunk(*fields) for request_id, fields in self.line()["chunks"].items()}
+
+    def line(self) -> dict[str, Any]:
         deadline_s = time.monotonic() + TIMEOUT_S
         while not self._seen:
             assert self.died is None and time.monotonic() < deadline_s, self.died
             self._seen += self._output.read(wait=False)
-        return {request_id: Chunk(*fields) for request_id, fields in self._seen.pop(0)["chunks"].items()}
+        return self._seen.pop(0)
 
     def end(self) -> None:
         os.close(self._in_fd)
@@ -152,6 +162,16 @@ def test_requests_join_and_leave_between_steps(stepper: FakeStepper, worker: Run
     while (chunks := worker.chunks()) != {"a": Chunk([], finished=True)}:
         assert "a" in chunks
     assert set(worker.chunks()) == {"b"}
+
+
+def test_the_use_of_the_kv_cache_is_told_when_it_changes(stepper: FakeStepper, worker: RunningWorker) -> None:
+    stepper.usages = [None, 0.25, 0.25, 0.0]
+    worker.add("a")
+    stepper.may_step.release(4)
+    told = [{}, {"kv_cache_usage": 0.25}, {}, {"kv_cache_usage": 0.0}]
+    assert [worker.line() for _ in told] == [
+        {"chunks": {"a": [[n], False, None, None]}} | told[n - 1] for n in range(1, 5)
+    ]
 
 
 def test_a_request_stopped_before_it_began_never_runs(stepper: FakeStepper, worker: RunningWorker) -> None:

@@ -137,6 +137,10 @@ class FakeEngine:
         self.live: dict[str, tuple[EngineRequest, Deliver]] = {}
         self.stopped: list[str] = []
         self.refusal: str | None = None
+        self.usage = 0.0
+
+    def kv_cache_usage(self) -> float:
+        return self.usage
 
     def add(self, request: EngineRequest, deliver: Deliver) -> None:
         if self.refusal is not None:
