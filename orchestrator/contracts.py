@@ -208,8 +208,16 @@ EMBEDDING = TensorSpec("embedding", "TYPE_FP32", (EMBEDDING_DIMENSIONS,), option
 
 # --- the gRPC front ----------------------------------------------------------------------------------------
 
-# What it serves to strangers: the models, and the inputs each takes, as they come on the wire. All else is refused.
-FRONT_MODELS: dict[str, tuple[TensorSpec, ...]] = {
-    ORCHESTRATOR_MODEL: (REQUEST,),
-    EMBEDDING_MODEL: (TEXT._replace(dims=(-1, 1)),),
+
+class FrontModel(NamedTuple):
+    """The tensors of a public model, as they come on the wire."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+# What it serves to strangers; all else is refused.
+FRONT_MODELS = {
+    ORCHESTRATOR_MODEL: FrontModel((REQUEST,), (EVENT,)),
+    EMBEDDING_MODEL: FrontModel((TEXT._replace(dims=(-1, 1)),), (EMBEDDING, NUM_TOKENS)),
 }

@@ -249,20 +249,21 @@ def choose_parser(request: Request, tier: Tier) -> ToolParser | None:
 def forced_call_guide(request: Request) -> Guide | None:
     """The schema of the one call that `tool_choice` forces; None when it forces none.
 
-    Raises `InvalidRequestError` when two tools define the same `$defs` name differently: one schema holds them all.
+    Raises `InvalidRequestError` when two tools define one name differently: one schema holds them all.
     """
     if not isinstance(request, ChatRequest) or not request.must_call:
         return None
-    definitions: dict[str, Any] = {}
+    definitions: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     calls = []
     for tool in request.offered_tools:
         name, parameters = tool.function.name, dict(tool.function.parameters or {"type": "object"})
         if isinstance(request.tool_choice, ToolChoice) and name != request.tool_choice.function.name:
             continue
         # References count from the root of the schema, so the definitions move there.
-        for key, definition in parameters.pop("$defs", {}).items():
-            if definitions.setdefault(key, definition) != definition:
-                raise InvalidRequestError(f"tools: two of them define $defs {key!r} differently", param="tools")
+        for word, all_of_them in definitions.items():
+            for key, definition in parameters.pop(word, {}).items():
+                if all_of_them.setdefault(key, definition) != definition:
+                    raise InvalidRequestError(f"tools: two of them define {word} {key!r} differently", param="tools")
         properties = {"name": {"const": name}, "arguments": parameters}
         calls.append(
             {
@@ -274,7 +275,8 @@ def forced_call_guide(request: Request) -> Guide | None:
         )
     for tool in request.offered_tools:
         check_schema(tool.function.parameters or {}, "tools")
-    schema = {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **({"$defs": definitions} if definitions else {})}
+    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    schema |= {word: all_of_them for word, all_of_them in definitions.items() if all_of_them}
     return Guide("json_schema", json.dumps(schema, ensure_ascii=False), "tools")
 
 

@@ -10,18 +10,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from orchestrator.contracts import FORWARDED_HEADERS, FRONT_MODELS, TensorSpec
+from orchestrator.contracts import FORWARDED_HEADERS, FRONT_MODELS, FrontModel, TensorSpec
 from orchestrator.errors import InvalidRequestError, ModelNotFoundError
 from orchestrator.wire import ASK_FOR_END
 
 _LENGTH_BYTES = 4  # before each element of a BYTES tensor
 _ITEM_BYTES = {"BOOL": 1, "INT32": 4, "UINT64": 8, "FP32": 4}
 _ALLOWED_PARAMETERS = (ASK_FOR_END, *FORWARDED_HEADERS)
+_VERSIONS = ("", "1")  # as `python -m build` lays a repository out
 _SHOWN_CHARS = 80  # of what the caller sent: a gRPC status must stay small
 
 
-def check_model(name: str) -> tuple[TensorSpec, ...]:
-    """The inputs of a public model; raises `ModelNotFoundError`, also for models that exist and are not public."""
+def check_model(name: str) -> FrontModel:
+    """The tensors of a public model; raises `ModelNotFoundError`, also for models that exist and are not public."""
     if name not in FRONT_MODELS:
         raise ModelNotFoundError(
             f"model_name: {_shown(name)} does not exist here; one of {', '.join(FRONT_MODELS)}", param="model_name"
@@ -31,7 +32,10 @@ def check_model(name: str) -> tuple[TensorSpec, ...]:
 
 def check_request(request: Any) -> None:
     """Raises `ModelNotFoundError`, or `InvalidRequestError` naming the field, for a `ModelInferRequest` we refuse."""
-    specs = {spec.name: spec for spec in check_model(request.model_name)}
+    model = check_model(request.model_name)
+    specs = {spec.name: spec for spec in model.inputs}
+    if request.model_version not in _VERSIONS:
+        raise _refused("model_version", f"must be 1, or empty (got {_shown(request.model_version)})")
     for name, value in request.parameters.items():
         if name not in _ALLOWED_PARAMETERS:
             raise _refused(
@@ -48,6 +52,10 @@ def check_request(request: Any) -> None:
                     "is not allowed here: tensors have no parameters, and shared memory is not served; "
                     "send and receive the bytes themselves",
                 )
+    outputs = [spec.name for spec in model.outputs]
+    for index, output in enumerate(request.outputs):
+        if output.name not in outputs:
+            raise _refused(f"outputs[{index}].name", f"{_shown(output.name)} is not one of {', '.join(outputs)}")
     if len(request.raw_input_contents) not in (0, len(request.inputs)):
         raise _refused(
             "raw_input_contents", f"has {len(request.raw_input_contents)} parts for {len(request.inputs)} inputs"

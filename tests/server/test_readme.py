@@ -65,7 +65,15 @@ def test_no_command_is_left_out() -> None:
         "grpc_stream",
         "orchestrator chat",
     ]
-    tested += ["scripts/stop", "-m build --target cpu", "perf overhead", "perf streams", "perf token-path", "perf stagger", "perf cancel"]
+    tested += [
+        "scripts/stop",
+        "-m build --target cpu",
+        "perf overhead",
+        "perf streams",
+        "perf token-path",
+        "perf stagger",
+        "perf cancel",
+    ]
     assert sorted(COMMANDS) == sorted(map(find, tested))
     assert len(PYTHON) == 1
 

@@ -48,6 +48,23 @@ def with_parameter(name: str, **value: Any) -> Any:
     return request
 
 
+def with_version(version: str) -> Any:
+    request = make()
+    request.model_version = version
+    return request
+
+
+def with_output(name: str) -> Any:
+    request = make()
+    request.outputs.add(name=name)
+    return request
+
+
+def test_the_version_and_the_outputs_that_exist_pass() -> None:
+    check_request(with_version("1"))
+    check_request(with_output("event"))
+
+
 def twice() -> Any:
     request = make()
     add_string(request, contracts.REQUEST, b"{}")
@@ -81,6 +98,8 @@ def test_headers_as_parameters_pass(name: str) -> None:
             with_parameter("triton_enable_empty_final_response", string_param="yes"),
             "parameters.triton_enable_empty_final_response: must be a bool",
         ),
+        (with_version("7"), "model_version: must be 1, or empty (got '7')"),
+        (with_output("events"), "outputs[0].name: 'events' is not one of event"),
         (new_request("orchestrator"), "inputs: must hold request once, and holds it 0 times"),
         (twice(), "inputs: must hold request once, and holds it 2 times"),
         (change(name="requests"), "inputs: must hold request once, and holds it 0 times"),
@@ -124,7 +143,7 @@ def test_a_model_that_is_not_public(model: str) -> None:
 def test_tensors_of_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """No public model has one yet."""
     spec = TensorSpec("ids", "TYPE_INT32", (-1, 2))
-    monkeypatch.setitem(contracts.FRONT_MODELS, "other", (spec,))
+    monkeypatch.setitem(contracts.FRONT_MODELS, "other", contracts.FrontModel((spec,), ()))
     for shape, raw, message in (
         ([3, 2], bytes(24), None),
         ([3, 2], bytes(23), "must have 24 bytes (got 23)"),

@@ -366,6 +366,16 @@ def test_a_forced_call_is_guided(pipeline: Pipeline, engines: InProcessEngines) 
     assert [call["properties"]["name"]["const"] for call in guide["anyOf"]] == ["get_weather", "search"]
 
 
+def test_definitions_of_forced_calls_move_to_the_root(pipeline: Pipeline, engines: InProcessEngines) -> None:
+    parameters = {"definitions": {"City": {"type": "string"}}, "properties": {"city": {"$ref": "#/definitions/City"}}}
+    older = {"type": "function", "function": {"name": "p", "parameters": parameters}}
+    text = '{"name": "p", "arguments": {"city": "Oslo"}}'
+    run(pipeline, body({"text": text}, model="medium", tools=[TOOLS[0], older], tool_choice="required"))
+    guide = json.loads(engines.requests[0].guide or "")
+    assert guide["definitions"] == guide["$defs"] == {"City": {"type": "string"}}
+    assert "definitions" not in guide["anyOf"][1]["properties"]["arguments"]
+
+
 def test_tools_whose_definitions_clash_cannot_be_forced(pipeline: Pipeline) -> None:
     other = {"type": "function", "function": {"name": "o", "parameters": {"$defs": {"City": {"type": "integer"}}}}}
     error, _ = failure(pipeline, body({}, model="medium", tools=[*TOOLS, other], tool_choice="required"))
