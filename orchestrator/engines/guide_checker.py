@@ -46,15 +46,23 @@ class Guide(NamedTuple):
         return cls(guide_type.decode(), base64.b64decode(text).decode() or None)
 
 
+class Verdict(NamedTuple):
+    """Why a guide is refused, or None; and the memory that it takes compiled."""
+
+    refusal: str | None
+    num_bytes: int = 0
+
+
 class GuideChecker:
     """Asks the process that `command` starts, one guide at a time, and remembers its verdicts.
 
-    The process says it is ready with a line of JSON, then answers each guide's line with {"refusal": text or null}.
+    The process says it is ready with a line of JSON, then answers each guide's line with {"refusal": text or null,
+    "num_bytes": what it has grown by}.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
-        self._verdicts: collections.OrderedDict[Guide, str | None] = collections.OrderedDict()
+        self._verdicts: collections.OrderedDict[Guide, Verdict] = collections.OrderedDict()
         self._asked: Guide | None = None
         self._start()
 
@@ -70,7 +78,7 @@ class GuideChecker:
         self._read()
         if guide in self._verdicts:
             self._verdicts.move_to_end(guide)
-            refusal = self._verdicts[guide]
+            refusal = self._verdicts[guide].refusal
             if refusal is not None:
                 raise EngineRefusal(refusal)
             return True
@@ -85,7 +93,14 @@ class GuideChecker:
 
     def decide(self, guide: Guide, refusal: str | None) -> None:
         """Remember that `guide` is refused with this text, or with None that it may be used."""
-        self._verdicts[guide] = refusal
+        self._remember(guide, Verdict(refusal))
+
+    def num_bytes(self, guide: Guide) -> int:
+        """The memory that `guide` takes compiled, as it was measured; 0 when that is not known."""
+        return self._verdicts.get(guide, Verdict(None)).num_bytes
+
+    def _remember(self, guide: Guide, verdict: Verdict) -> None:
+        self._verdicts[guide] = verdict
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
 
@@ -109,7 +124,7 @@ class GuideChecker:
             if self._asked is None:
                 self._is_ready = True
             else:
-                self.decide(self._asked, answer["refusal"])
+                self._remember(self._asked, Verdict(answer["refusal"], answer["num_bytes"]))
                 self._asked = None
         if self._answers.is_closed or (self._asked is None and self._num_asked == GUIDES_PER_PROCESS):
             was_ready = self._is_ready

@@ -30,6 +30,8 @@ from orchestrator.engines.worker import write_line
 COMPILE_NICENESS = 19
 # Three times what the process has mapped before its first guide.
 MAX_DATA_BYTES = 1 << 30
+# Of one compiled guide; the engine holds eight of them (`openvino.MAX_ALL_GUIDES_BYTES`).
+MAX_GUIDE_BYTES = 32 << 20
 # A compiled guide is followed some tokens far, at random, as all streams will wait for each token of each guided one.
 # Processor time, two cores: common guides cost 1 ms a token or less, {"type": "string", "maxLength": 500} costs 1,000.
 TRIED_SEEDS = (1, 2)
@@ -119,22 +121,31 @@ def shorten(text: str) -> str:
     return re.sub(r"^.*\.cc:\d+: ", "", text, flags=re.DOTALL).strip()[:300]
 
 
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def main() -> None:
     out_fd = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints must not get between our lines
     os.setpriority(os.PRIO_PROCESS, 0, COMPILE_NICENESS)
     folder, vocab_size = sys.argv[1:]
     compiler = GuideCompiler(genai.Tokenizer(folder), int(vocab_size))
+    refuse(compiler, Guide("json", None))  # or the first guide would be charged with what all of them need
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
     write_line(out_fd, {"ready": True})
     for line in sys.stdin.buffer:
         # Their signals are not caught, so they end the process even inside of GenAI.
         signal.setitimer(signal.ITIMER_PROF, COMPILE_LIMIT_S)
         signal.setitimer(signal.ITIMER_REAL, COMPILE_TIMEOUT_S)
+        before = _resident_bytes()
         refusal = refuse(compiler, Guide.from_line(line))
+        num_bytes = max(0, _resident_bytes() - before)
+        if refusal is None and num_bytes > MAX_GUIDE_BYTES:
+            refusal = f"{_NAME}: takes {num_bytes >> 20} MB compiled; at most {MAX_GUIDE_BYTES >> 20} are allowed"
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write_line(out_fd, {"refusal": refusal})
+        write_line(out_fd, {"refusal": refusal, "num_bytes": num_bytes})
 
 
 if __name__ == "__main__":

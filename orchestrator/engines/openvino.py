@@ -7,12 +7,14 @@ then compiled in this one (`guides`), by a thread of the lowest priority. A guid
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import os
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,8 @@ from orchestrator.engines.guide_checker import MAX_VERDICTS, Guide, GuideChecker
 from orchestrator.engines.guides import COMPILE_NICENESS, GuideCompiler, to_structured_output
 from orchestrator.engines.words import StopWords, check_ids
 
+log = logging.getLogger("orchestrator.engine")
+
 # Tokens in one KV block of OpenVINO's CPU plugin (its paged attention uses 32; read from a compiled model).
 KV_BLOCK_TOKENS = 32
 
@@ -37,6 +41,10 @@ COMPUTE_NICENESS = 5
 # Guides not known yet that may wait to be tried. Each may take `guide_checker.COMPILE_TIMEOUT_S`: a longer queue would
 # keep the last one in doubt for longer than a caller waits.
 MAX_NEW_GUIDES = 4
+
+# GenAI forgets no guide that it has compiled (70 KB for a schema of eight properties, 3 MB for one of 16 KiB). Beyond
+# this much, as the checker measured it (here it was up to three times that), the pipeline is loaded anew.
+MAX_ALL_GUIDES_BYTES = 256 << 20
 
 # The length of the warm-up prompt: that of a short question.
 WARM_UP_TOKENS = 64
@@ -90,20 +98,21 @@ class OpenVINOStepper:
 
     def __init__(
         self,
-        pipeline: genai.ContinuousBatchingPipeline,
+        create: Callable[[], tuple[genai.ContinuousBatchingPipeline, GuideCompiler]],
         settings: Settings,
         checker: GuideChecker,
-        compiler: GuideCompiler,
     ) -> None:
-        self._pipeline = pipeline
+        self._create = create
+        self._pipeline, self._compiler = create()
         self._settings = settings
         self._ids = itertools.count()
         self._sequences: dict[str, Sequence] = {}
         self._checker = checker
-        self._compiler = compiler
-        self._waiting: dict[str, EngineRequest] = {}  # guided requests, in their order
+        self._waiting: dict[str, EngineRequest] = {}  # guided requests, in their order; while it drains, all new ones
+        self._is_draining = False
         self._compiled: dict[Guide, None] = {}  # oldest first; GenAI remembers more, which then costs a hop
         self._compiling: tuple[Guide, Future[None]] | None = None
+        self._guide_bytes = 0
         self._thread = ThreadPoolExecutor(1, "guides", initializer=_lower_priority)
 
     @classmethod
@@ -129,9 +138,13 @@ class OpenVINOStepper:
             options["prompt_lookup"] = True
         command = [sys.executable, "-m", "orchestrator.engines.guides", folder, str(settings.vocab_size)]
         checker = GuideChecker(command)
-        tokenizer = genai.Tokenizer(folder)
-        pipeline = genai.ContinuousBatchingPipeline(folder, tokenizer, scheduler, "CPU", **options)
-        stepper = cls(pipeline, settings, checker, GuideCompiler(tokenizer, settings.vocab_size))
+
+        def create() -> tuple[genai.ContinuousBatchingPipeline, GuideCompiler]:
+            tokenizer = genai.Tokenizer(folder)
+            pipeline = genai.ContinuousBatchingPipeline(folder, tokenizer, scheduler, "CPU", **options)
+            return pipeline, GuideCompiler(tokenizer, settings.vocab_size)
+
+        stepper = cls(create, settings, checker)
         stepper.warm_up()
         return stepper
 
@@ -160,7 +173,10 @@ class OpenVINOStepper:
         if request.bad_words:
             raise EngineRefusal(f"{contracts.BAD_WORDS_LIST.name}: OpenVINO GenAI cannot avoid words; leave it out")
         if request.guide_type is None:
-            self._start(request, None)
+            if self._is_draining:
+                self._waiting[request.request_id] = request
+            else:
+                self._start(request, None)
             return
         # Without an end, GenAI goes on in free text where the guide is through; and it may not end before min_tokens.
         name = contracts.GUIDED_DECODING_GUIDE_TYPE.name
@@ -169,7 +185,7 @@ class OpenVINOStepper:
         if request.min_tokens > 0:
             raise EngineRefusal(f"{name}: the guide says how long the text is; leave {contracts.MIN_TOKENS.name} out")
         guide = Guide(request.guide_type, request.guide)
-        waiting = {Guide(each.guide_type or "", each.guide) for each in self._waiting.values()}
+        waiting = {Guide(each.guide_type, each.guide) for each in self._waiting.values() if each.guide_type}
         num_new = sum(not self._checker.knows(each) for each in waiting)
         if num_new >= MAX_NEW_GUIDES and guide not in waiting and not self._checker.knows(guide):
             raise EngineRefusal(
@@ -255,9 +271,18 @@ class OpenVINOStepper:
                 self._checker.decide(guide, f"{contracts.GUIDED_DECODING_GUIDE.name}: cannot be compiled: {error}")
             if len(self._compiled) > MAX_VERDICTS:
                 del self._compiled[next(iter(self._compiled))]
+            self._guide_bytes += self._checker.num_bytes(guide)
+            self._is_draining = self._guide_bytes > MAX_ALL_GUIDES_BYTES
+        if self._is_draining:
+            if not self._pipeline.has_non_finished_requests():
+                self._forget_guides()
+            return {}
         chunks: dict[str, Chunk] = {}
         for request_id, request in list(self._waiting.items()):
-            assert request.guide_type is not None
+            if request.guide_type is None:  # came while it drained
+                del self._waiting[request_id]
+                self._start(request, None)
+                continue
             guide = Guide(request.guide_type, request.guide)
             try:
                 if not self._checker.check(guide) or self._compiling is not None:
@@ -272,6 +297,18 @@ class OpenVINOStepper:
             elif not any(sequence.awaits_guide for sequence in self._sequences.values()):
                 self._compiling = guide, self._thread.submit(self._compiler.generate, guide)
         return chunks
+
+    def _forget_guides(self) -> None:
+        """Load anew what holds the compiled guides; takes as long as a start, once in MAX_ALL_GUIDES_BYTES."""
+        log.info(json.dumps({"event": "guides_forgotten", "num_bytes": self._guide_bytes}))
+        # The old ones go first, or there would be two for a moment.
+        del self._pipeline, self._compiler
+        self._pipeline, self._compiler = self._create()
+        self._compiled.clear()
+        self._guide_bytes, self._is_draining = 0, False
+        waiting, self._waiting = self._waiting, {}
+        self.warm_up()
+        self._waiting = waiting
 
     def _generation_config(self, request: EngineRequest) -> genai.GenerationConfig:
         config = genai.GenerationConfig(

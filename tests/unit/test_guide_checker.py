@@ -30,7 +30,8 @@ for line in sys.stdin.buffer:
             pass
     if text == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
-    say({"refusal": f"no: {text}" if text.startswith("bad") else f"pid {os.getpid()}" if text == "pid" else None})
+    refusal = f"no: {text}" if text.startswith("bad") else f"pid {os.getpid()}" if text == "pid" else None
+    say({"refusal": refusal, "num_bytes": 100 * len(text)})
 """
 
 
@@ -74,6 +75,7 @@ def test_a_guide_on_a_line(guide: Guide) -> None:
 
 def test_yes_and_no(make: Callable[..., GuideChecker]) -> None:
     checker = make()
+    assert checker.num_bytes(schema("good")) == 0
     assert not checker.check(schema("good"))  # never waits
     assert verdict(checker, schema("good")) is None
     assert verdict(checker, schema("bad")) == "no: bad"

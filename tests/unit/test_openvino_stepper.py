@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.engines import Chunk, EngineRefusal, EngineRequest
 from orchestrator.engines.guide_checker import Guide
-from orchestrator.engines.openvino import OpenVINOStepper, Settings
+from orchestrator.engines.openvino import MAX_ALL_GUIDES_BYTES, OpenVINOStepper, Settings
 
 SETTINGS = Settings(
     engine="openvino",
@@ -73,6 +73,7 @@ class Checker:
 
     def __init__(self) -> None:
         self.known: dict[Guide, str | None] = {}
+        self.size = 0
 
     def check(self, guide: Guide) -> bool:
         if self.known.get(guide):
@@ -81,6 +82,9 @@ class Checker:
 
     def knows(self, guide: Guide) -> bool:
         return guide in self.known
+
+    def num_bytes(self, guide: Guide) -> int:
+        return self.size
 
     def decide(self, guide: Guide, refusal: str | None) -> None:
         self.known[guide] = refusal
@@ -103,8 +107,15 @@ class Compiler:
 
 class Engine:
     def __init__(self) -> None:
-        self.pipeline, self.checker, self.compiler = Pipeline(), Checker(), Compiler()
-        self.stepper = OpenVINOStepper(self.pipeline, SETTINGS, self.checker, self.compiler)
+        self.num_loads = 0
+        self.checker, self.compiler = Checker(), Compiler()
+        self.stepper = OpenVINOStepper(self.load, SETTINGS, self.checker)
+        self.stepper.warm_up = lambda: None
+
+    def load(self) -> tuple[Any, Any]:
+        self.pipeline = Pipeline()
+        self.num_loads += 1
+        return self.pipeline, self.compiler
 
     def add(self, request_id: str, **fields: Any) -> None:
         self.stepper.add(EngineRequest(request_id, [1, 2], **{"max_new_tokens": 20, "end_id": 3, **fields}))
@@ -255,3 +266,32 @@ def test_new_guides_do_not_queue_without_end(engine: Engine) -> None:
     engine.checker.known[A] = None
     engine.add("known", **guided(A))
     engine.add("free")
+
+
+def test_when_the_guides_take_too_much_memory_the_pipeline_is_loaded_anew(engine: Engine) -> None:
+    engine.checker.known = {A: None, B: None}
+    engine.checker.size = MAX_ALL_GUIDES_BYTES // 2 + 1
+    engine.add("running")
+    for guide in (A, B):
+        engine.add(str(guide), **guided(guide))
+        engine.stepper.step()
+        engine.step_until_compiled()
+        if guide is A:
+            engine.pipeline.handles[-1].emit(3, finished=True)
+            engine.stepper.step()
+    engine.add("late")  # waits, but what runs goes on
+    assert engine.stepper.has_requests()
+    old = engine.pipeline
+    old.handles[0].emit(7)
+    assert engine.stepper.step() == {"running": Chunk([7])}
+    assert (engine.num_loads, len(old.handles)) == (1, 2)
+    old.handles[0].emit(3, finished=True)
+    engine.stepper.step()
+    engine.stepper.step()
+    assert engine.num_loads == 2
+    engine.stepper.step()
+    (late,) = engine.pipeline.handles
+    late.emit(9)
+    assert engine.stepper.step() == {"late": Chunk([9])}
+    engine.step_until_compiled()  # B once more
+    assert len(engine.pipeline.handles) == 2
