@@ -91,7 +91,7 @@ def make_tiers(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Tiers:
         _engine_tier(row, models[target.engines[row.model][0]]) if row.cloud is None else _cloud_tier(row)
         for row in target.tiers
     ]
-    return Tiers(tier=tiers, limits=target.limits)
+    return Tiers(tier=tiers, limits=target.limits, cache=target.cache)
 
 
 def make_embedder(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Embedder:

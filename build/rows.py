@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from build.errors import BuildError
-from orchestrator.config import Cloud, Generation, Limits, Row, ToolFormat, read_toml
+from orchestrator.config import CachePolicy, Cloud, Generation, Limits, Row, ToolFormat, read_toml
 from orchestrator.contracts import ORCHESTRATOR_MODEL
 
 HERE = Path(__file__).parent
@@ -242,6 +242,7 @@ class TargetRow(Row):
     models: dict[TritonName, TritonModel]
     tiers: Annotated[list[TierRow], Field(min_length=1)]
     limits: Limits = Limits()
+    cache: CachePolicy | None = None
 
     @model_validator(mode="after")
     def _models_fit_together(self) -> TargetRow:

@@ -137,11 +137,26 @@ class Limits(Row):
     max_live_requests: Annotated[int, Field(gt=0, le=4096)] = 256
 
 
+class CachePolicy(Row):
+    """The table `[cache]`: what is kept, and for how long. Without it nothing is stored or looked up.
+
+    An answer lives `ttl_s` from when it was stored, however often it is served. `semantic` also serves stored answers
+    to questions that ask the same in other words. What a caller asks for with a temperature above `max_temperature` is
+    neither stored nor looked up; one who states none gets the tier's own, whatever it is.
+    """
+
+    ttl_s: Annotated[float, Field(gt=0, le=30 * 86400)]
+    max_bytes: Annotated[int, Field(gt=0)]
+    semantic: bool
+    max_temperature: Annotated[float, Field(ge=0, le=2)]
+
+
 class Tiers(Row):
-    """tiers.toml: the tiers from cheap to dear, and the limits."""
+    """tiers.toml: the tiers from cheap to dear, the limits, and the cache's policy if there is a cache."""
 
     tier: Annotated[list[Tier], Field(min_length=1)]
     limits: Limits = Limits()
+    cache: CachePolicy | None = None
 
 
 def read_toml(path: Path, model: type[ModelT]) -> ModelT:

@@ -6,6 +6,7 @@
     ├── RequestTooLargeError     413  the caller: send less
     ├── OverloadedError          503  the caller: try again later
     ├── ShuttingDownError        503  the caller: try again, on another server
+    ├── NotCachedError           504  the caller: there is no stored answer, and none else was wanted
     ├── CancelledError           499  nobody: the caller left
     ├── EngineError              502  the operator: the engine failed or answered nonsense
     ├── CloudError               502  the operator: the API behind a cloud tier failed or answered nonsense
@@ -71,6 +72,12 @@ class ShuttingDownError(ApiError):
     code = "shutting_down"
 
 
+class NotCachedError(ApiError):
+    status = 504  # RFC 9111, section 5.2.1.7
+    type = "invalid_request_error"
+    code = "not_cached"
+
+
 class CancelledError(ApiError):
     status = 499  # nginx's "client closed request"; nobody is left to read it
     type = "cancelled"
@@ -99,6 +106,7 @@ _BY_CODE: dict[str, type[ApiError]] = {
         RequestTooLargeError,
         OverloadedError,
         ShuttingDownError,
+        NotCachedError,
         CancelledError,
         EngineError,
         CloudError,

@@ -8,17 +8,17 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
-from orchestrator.call import Call
+from orchestrator.answer import Answer, Output
 from orchestrator.config import Tier
 from orchestrator.engines import TRY_AGAIN, Chunk, EngineRequest
 from orchestrator.errors import EngineError, InvalidRequestError, OverloadedError
 from orchestrator.request import ChatRequest, Guide, Message, Request, ToolChoice
 from orchestrator.schemas import check_schema
-from orchestrator.streaming.chunks import AnswerWriter, ChatWriter, Choice, CompletionWriter, Usage
-from orchestrator.streaming.text import Piece, TextStream
+from orchestrator.streaming.chunks import Choice
+from orchestrator.streaming.text import TextStream
 from orchestrator.streaming.tokenizer import ChatTokenizer
 from orchestrator.streaming.tool_calls import JsonParser, ToolParser, create_tool_parser
 
@@ -42,84 +42,11 @@ class EngineClient(Protocol):
         """End a generation; an unknown or finished id is not an error."""
 
 
-@dataclass(slots=True)
-class Answer:
-    """What was made so far, as the settle stage and the log need it.
-
-    `is_estimated` says that the counts of tokens are: a cloud tier's API tells them at the end of an answer alone.
-    """
-
-    request: Request
-    tier: Tier
-    num_prompt_tokens: int = 0
-    choices: list[Choice] = field(default_factory=list)
-    first_token_s: float | None = None
-    is_estimated: bool = False
-    num_completion_tokens: int | None = None  # as an API counts them; else they are the choices' own
-
-    @property
-    def usage(self) -> Usage:
-        if self.num_completion_tokens is not None:
-            return Usage(self.num_prompt_tokens, self.num_completion_tokens)
-        return Usage(self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices))
-
-
-class AnswerOutput:
-    """Sends an answer's events to its call, or keeps its parts for the whole answer; knows of no engine."""
-
-    def __init__(self, call: Call, answer: Answer, answer_id: str) -> None:
-        """Begins the answer: makes its choices, and names the call."""
-        self._call = call
-        self._answer = answer
-        self._request = answer.request
-        make_writer = ChatWriter if isinstance(self._request, ChatRequest) else CompletionWriter
-        self._writer: AnswerWriter = make_writer(
-            answer_id, int(time.time()), answer.tier.model, include_usage=self._request.include_usage
-        )
-        answer.choices = [Choice(index) for index in range(self._request.num_choices)]
-        self._num_unfinished = len(answer.choices)
-        call.id = answer_id
-
-    def emit(self, choice: Choice, piece: Piece) -> None:
-        if piece.log_probs is not None:
-            if choice.log_probs is None:
-                choice.log_probs = []
-            choice.log_probs += piece.log_probs
-        choice.calls += piece.calls
-        if piece.text:
-            choice.pieces.append(piece.text)
-        if not self._request.stream:
-            return
-        if piece.text or piece.log_probs:
-            self._call.sink.send(self._writer.delta(choice.index, piece.text, piece.log_probs), final=False)
-        if piece.calls:
-            self._call.sink.send(self._writer.calls(choice.index, piece.calls), final=False)
-
-    def end_choice(self, choice: Choice, finish_reason: str) -> None:
-        choice.finish_reason = finish_reason
-        self._num_unfinished -= 1
-        # The last event of all carries the facts; it is `finish`'s.
-        if self._request.stream and (self._num_unfinished or self._request.include_usage):
-            self._call.sink.send(self._writer.finish(choice, None), final=False)
-        self._last = choice
-
-    def finish(self) -> None:
-        """Send the final event, once every choice has ended."""
-        rt = facts(self._call, self._answer)
-        if not self._request.stream:
-            event = self._writer.whole(self._answer.choices, self._answer.usage, rt)
-        elif self._request.include_usage:
-            event = self._writer.usage(self._answer.usage, rt)
-        else:
-            event = self._writer.finish(self._last, rt)
-        self._call.sink.send(event, final=True)
-
-
 class Generation:
-    """One answer's way out of the engine. `run` sends every event, the last one final."""
+    """One answer's way out of the engine. `run` sends all of it to `output`."""
 
-    def __init__(self, call: Call, answer: Answer, tokenizer: ChatTokenizer, engines: EngineClient) -> None:
-        self._call = call
+    def __init__(self, output: Output, answer: Answer, tokenizer: ChatTokenizer, engines: EngineClient) -> None:
+        self._output = output
         self._answer = answer
         self._request = answer.request
         self._tier = answer.tier
@@ -134,8 +61,8 @@ class Generation:
         input_ids = await self._tokenize()
         first = build_engine_request(self._request, self._tier, input_ids, guide)
         self._answer.num_prompt_tokens = len(input_ids)
-        self._output = AnswerOutput(self._call, self._answer, first.request_id)
-        self._call.on_cancel(self._stop_all)
+        self._output.begin(self._answer, first.request_id)
+        self._output.on_cancel(self._stop_all)
         try:
             if len(self._answer.choices) == 1:
                 await self._generate(self._answer.choices[0], first)
@@ -151,7 +78,7 @@ class Generation:
                 text = error.message.removeprefix("input_ids: ")
                 raise InvalidRequestError(f"prompt: {text}", param="prompt") from error
             raise
-        self._call.on_cancel(None)
+        self._output.on_cancel(None)
         self._output.finish()
 
     async def _tokenize(self) -> list[int]:
@@ -162,7 +89,7 @@ class Generation:
             prompt = self._request.prompt
             return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
-        return tokenize() if len(self._call.body) <= MAX_INLINE_BYTES else await asyncio.to_thread(tokenize)
+        return tokenize() if self._answer.num_request_bytes <= MAX_INLINE_BYTES else await asyncio.to_thread(tokenize)
 
     async def _generate_all(self, first: EngineRequest) -> None:
         """All choices side by side: the engine batches them. One that fails ends them all."""
@@ -214,7 +141,7 @@ class Generation:
         self._output.end_choice(choice, "length" if at_limit else "tool_calls" if choice.calls else "stop")
 
     def _raise_if_over(self) -> None:
-        self._call.raise_if_cancelled()
+        self._output.raise_if_cancelled()
         if self._has_failed:
             raise EngineError("another choice of this request failed")
 
@@ -347,39 +274,3 @@ def for_choice(request: EngineRequest, index: int) -> EngineRequest:
         return request
     seed = None if request.seed is None else (request.seed + index) % 2**63
     return replace(request, request_id=uuid.uuid4().hex, seed=seed)
-
-
-# --- facts ---------------------------------------------------------------------------------------------------
-
-
-def facts(call: Call, answer: Answer) -> dict[str, Any]:
-    """`rt`: what this system says of one answer. Times in ms from the call's arrival; cost in US dollars.
-
-    `usage_estimated` is there, and true, only when the counts of tokens are estimates.
-    """
-    total_s = time.monotonic() - call.received_s
-    ttft_s = None if answer.first_token_s is None else answer.first_token_s - call.received_s
-    tier, usage = answer.tier, answer.usage
-    cost = (
-        usage.prompt_tokens * tier.input_price_per_million_tokens
-        + usage.completion_tokens * tier.output_price_per_million_tokens
-    ) / 1e6
-    return {
-        "tier": tier.name,
-        "model": tier.model,
-        "cache": "bypass",
-        "ttft_ms": None if ttft_s is None else round(ttft_s * 1000, 3),
-        "total_ms": round(total_s * 1000, 3),
-        "input_tokens": usage.prompt_tokens,
-        "tokens": usage.completion_tokens,
-        "tps": tokens_per_second(usage.completion_tokens, ttft_s, total_s),
-        "cost_usd": round(cost, 9),
-        **({"usage_estimated": True} if answer.is_estimated else {}),
-    }
-
-
-def tokens_per_second(num_tokens: int, ttft_s: float | None, total_s: float) -> float | None:
-    """Decode speed: tokens after the first, over the time after the first; None below two tokens."""
-    if ttft_s is None or num_tokens < 2 or total_s <= ttft_s:
-        return None
-    return round((num_tokens - 1) / (total_s - ttft_s), 2)

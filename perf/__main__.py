@@ -1,4 +1,4 @@
-"""The command line: `python -m perf overhead|litellm|streams|token-path|stagger|cancel|cache-quality`."""
+"""The command line: `python -m perf COMMAND`; perf/README.md says what each measures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perf.cache_quality import cache_quality
+from perf.cache_speed import cache_speed
 from perf.cancel import cancel
 from perf.errors import PerfError
 from perf.litellm import litellm
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             embedder = ArtifactEmbedder(find_artifact(options.artifacts, "cpu"))
             table, result = cache_quality(options.pairs, embedder, options.errors)
+        elif options.command == "cache-speed":
+            table, result = cache_speed(options.entries, options.clients, options.requests)
         else:
             table, result = cancel(options.artifacts, options.times, options.others)
         publish(table, result, options.json)
@@ -89,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     command = add("cache-quality", "wrong and right hits of the semantic cache over pairs of questions")
     command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs_unseen.jsonl"), metavar="FILE")
     command.add_argument("--errors", type=Path, metavar="FILE", help="write the pairs that went wrong to FILE")
+    command = add("cache-speed", "how long a hit takes over HTTP, and what a miss costs")
+    command.add_argument("--entries", type=_counts, default=[10, 1000], help="stored answers, such as 10,1000")
+    command.add_argument("--clients", type=_counts, default=[1, 16], help="such as 1,16")
+    command.add_argument("--requests", type=_count, default=400, help="requests of each kind, over all clients")
     return parser
 
 

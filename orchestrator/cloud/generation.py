@@ -9,11 +9,10 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from orchestrator.call import Call
+from orchestrator.answer import Answer, Output
 from orchestrator.cloud.events import CallDelta, ChoiceDelta, Event
 from orchestrator.config import Tier
 from orchestrator.errors import CloudError, InvalidRequestError
-from orchestrator.generation import Answer, AnswerOutput
 from orchestrator.request import ChatRequest, Request
 from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.stops import StopStrings
@@ -51,10 +50,10 @@ class CloudClient(Protocol):
 
 
 class CloudGeneration:
-    """One answer's way out of an API. `run` sends every event, the last one final."""
+    """One answer's way out of an API. `run` sends all of it to `output`."""
 
-    def __init__(self, call: Call, answer: Answer, client: CloudClient) -> None:
-        self._call = call
+    def __init__(self, output: Output, answer: Answer, client: CloudClient) -> None:
+        self._output = output
         self._answer = answer
         self._request = answer.request
         self._tier = answer.tier
@@ -62,23 +61,23 @@ class CloudGeneration:
 
     async def run(self) -> None:
         body = build_body(self._request, self._tier)
-        self._answer.num_prompt_tokens = max(1, len(self._call.body) // BYTES_PER_TOKEN)
+        self._answer.num_prompt_tokens = max(1, self._answer.num_request_bytes // BYTES_PER_TOKEN)
         self._answer.is_estimated = True
-        self._output = AnswerOutput(self._call, self._answer, uuid.uuid4().hex)
+        self._output.begin(self._answer, uuid.uuid4().hex)
         self._texts = [_ChoiceText(choice, self._request.stops) for choice in self._answer.choices]
-        self._call.raise_if_cancelled()
+        self._output.raise_if_cancelled()
         reading = asyncio.create_task(self._read(body))
 
         async def stop() -> None:
             reading.cancel()
 
-        self._call.on_cancel(stop)
+        self._output.on_cancel(stop)
         try:
             await reading
         except asyncio.CancelledError:
-            self._call.raise_if_cancelled()
+            self._output.raise_if_cancelled()
             raise
-        self._call.on_cancel(None)
+        self._output.on_cancel(None)
         for text in self._texts:
             self._output.emit(text.choice, text.flush())
             self._output.end_choice(text.choice, text.finish_reason or "stop")

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from orchestrator.config import Embedder, load_tiers, read_toml
 from orchestrator.contracts import EMBEDDING_MODEL
 from orchestrator.errors import InternalError, ModelNotFoundError
+from orchestrator.gateway.cache_admin import CacheOperation
 from orchestrator.gateway.chat import Completions
 from orchestrator.gateway.embeddings import Embeddings
 from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundError
@@ -91,6 +92,8 @@ def create_app(options: GatewayOptions) -> Guard:
         "/v1/chat/completions": Completions(triton, "chat"),
         "/v1/completions": Completions(triton, "completion"),
         "/v1/embeddings": Embeddings(triton, embedder),
+        "/v1/rt/cache/wrong": CacheOperation(triton, "wrong"),
+        "/v1/rt/cache/invalidate": CacheOperation(triton, "invalidate"),
     }
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterable
 
 from starlette.types import Receive, Scope, Send
 
@@ -23,6 +24,7 @@ from orchestrator.gateway.triton_client import EventStream, TritonClient
 from orchestrator.request import Kind, wants_stream
 
 _FORWARDED = {name.encode() for name in FORWARDED_HEADERS}
+_LISTS = (b"cache-control", b"tracestate")
 # The last tells nginx and its kin not to buffer.
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -50,13 +52,21 @@ class Completions:
         except ApiError as error:
             await send_error(send, error)
             return
-        headers = [(name.decode(), value.decode("latin-1")) for name, value in scope["headers"] if name in _FORWARDED]
-        events = self._triton.open(body, headers)
+        events = self._triton.open(body, _forwarded(scope["headers"]))
         leaving = asyncio.create_task(_cancel_when_client_leaves(receive, events))
         try:
             await (_relay_stream(events, send, started_s) if stream else _relay_answer(events, send))
         finally:
             leaving.cancel()
+
+
+def _forwarded(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[str, str]]:
+    """Those that go on. Of one that came twice the values are joined where it is a list (RFC 9110, section 5.3)."""
+    found: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if name in _FORWARDED:
+            found[name] = found[name] + b", " + value if name in _LISTS and name in found else value
+    return [(name.decode(), value.decode("latin-1")) for name, value in found.items()]
 
 
 async def _relay_answer(events: EventStream, send: Send) -> None:

@@ -2,6 +2,7 @@
 
 InvalidRequestError
 ├── OriginNotAllowedError        403  a web page that nobody named
+├── NotLocalError                403  an operator's route, asked from elsewhere
 ├── RouteNotFoundError           404
 ├── MethodNotAllowedError        405
 ├── RequestTimeoutError          408  the request took too long to arrive
@@ -18,6 +19,11 @@ from orchestrator.errors import InvalidRequestError
 class OriginNotAllowedError(InvalidRequestError):
     status = 403
     code = "origin_not_allowed"
+
+
+class NotLocalError(InvalidRequestError):
+    status = 403
+    code = "not_local"
 
 
 class RouteNotFoundError(InvalidRequestError):

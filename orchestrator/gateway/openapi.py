@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator import __version__
+from orchestrator.cache.operations import Invalidation, WrongHit
 from orchestrator.contracts import EMBEDDING_DIMENSIONS
 from orchestrator.embedding.request import EmbeddingRequest
 from orchestrator.request import ChatRequest, CompletionRequest
@@ -52,13 +53,14 @@ _FAILED = _errors(
     s500="ours",
     s502="the engine failed",
     s503="overloaded, or shutting down",
+    s504="only-if-cached, and there is no stored answer",
 )
 
 
 def describe() -> dict[str, Any]:
     """An OpenAPI 3.1 document."""
     requests, parts = {}, {}
-    for kind in (ChatRequest, CompletionRequest, EmbeddingRequest):
+    for kind in (ChatRequest, CompletionRequest, EmbeddingRequest, WrongHit, Invalidation):
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         parts.update(schema.pop("$defs", {}))
         requests[kind.__name__] = schema
@@ -71,6 +73,10 @@ def describe() -> dict[str, Any]:
             "/v1/chat/completions": {"post": _generation("createChatCompletion", ChatRequest)},
             "/v1/completions": {"post": _generation("createCompletion", CompletionRequest)},
             "/v1/embeddings": {"post": _embeddings()},
+            "/v1/rt/cache/wrong": {"post": _operation("markCacheHitWrong", "WrongHit", "The stored answer is gone")},
+            "/v1/rt/cache/invalidate": {
+                "post": _operation("invalidateCache", "Invalidation", "What was removed, or would be")
+            },
             "/v1/models": {"get": {"responses": {"200": _json("What `model` may be", models), **_REFUSED}}},
             "/health": {"get": {"responses": {"200": _json("The gateway lives", status), **_REFUSED}}},
             "/ready": {
@@ -110,6 +116,18 @@ def _generation(name: str, request: type[ChatRequest] | type[CompletionRequest])
             **_REFUSED,
             **_FAILED,
         },
+    }
+
+
+def _operation(name: str, schema: str, outcome: str) -> dict[str, Any]:
+    return {
+        "operationId": name,
+        "description": "Only from the machine itself.",
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}},
+        },
+        "responses": {"200": _json(outcome), **_REFUSED, **_FAILED},
     }
 
 

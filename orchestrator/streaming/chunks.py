@@ -36,6 +36,18 @@ class Choice:
     def text(self) -> str:
         return "".join(self.pieces)
 
+    def add(
+        self, text: str, calls: Sequence[ToolCallDelta] = (), log_probs: Sequence[TokenLogProb] | None = None
+    ) -> None:
+        """What became certain of it."""
+        if text:
+            self.pieces.append(text)
+        self.calls += calls
+        if log_probs is not None:
+            if self.log_probs is None:
+                self.log_probs = []
+            self.log_probs += log_probs
+
 
 class AnswerWriter(Protocol):
     """Writes the events of one answer, each one line of JSON.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,25 @@ import triton_python_backend_utils as pb_utils
 import uvloop
 
 from orchestrator import contracts
+from orchestrator.cache.lookup import Lookup
+from orchestrator.cache.stage import AnswerCache
+from orchestrator.cache.store import MemoryStore
 from orchestrator.call import Call
 from orchestrator.cloud import create_cloud_client
 from orchestrator.config import load_tiers
 from orchestrator.errors import ApiError, OverloadedError
 from orchestrator.pipeline import Pipeline
 from orchestrator.triton.cancellation import CancellationWatcher
+from orchestrator.triton.embedding_client import GrpcEmbedder
 from orchestrator.triton.engine_client import GrpcEngineClient
-from orchestrator.triton.metrics import live_requests_gauge
+from orchestrator.triton.metrics import CacheMetrics, live_requests_gauge
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
 
 # How often a live call is asked whether its caller left without a word, as gRPC clients do. The gateway says so.
 CANCELLATION_CHECK_PERIOD_S = 0.100
+# How old the cache's metrics may be.
+METRICS_PERIOD_S = 0.5
 
 
 class OrchestratorModel:
@@ -41,9 +49,15 @@ class OrchestratorModel:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         root = Path(args["model_repository"]).parent.parent  # <artifact>/model_repository/orchestrator
         tiers = load_tiers(root / "tiers.toml")
-        self._engines = GrpcEngineClient(os.environ.get(contracts.GRPC_URL_VARIABLE, contracts.DEFAULT_GRPC_URL))
+        url = os.environ.get(contracts.GRPC_URL_VARIABLE, contracts.DEFAULT_GRPC_URL)
+        self._engines = GrpcEngineClient(url)
         self._cloud = create_cloud_client(tiers.tier, os.environ)
-        self._pipeline = Pipeline(tiers, root, self._engines, self._cloud)
+        self._embedder = self._metrics = self._store = cache = None
+        if tiers.cache is not None:
+            self._embedder, self._metrics = GrpcEmbedder(root, url), CacheMetrics()
+            self._store = MemoryStore(tiers.cache.max_bytes)
+            cache = AnswerCache(tiers.cache, Lookup(self._store, time.monotonic), self._embedder, self._metrics)
+        self._pipeline = Pipeline(tiers, root, self._engines, self._cloud, cache=cache)
         self._watcher = CancellationWatcher(
             CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(contracts.ORCHESTRATOR_MODEL).set
         )
@@ -54,6 +68,8 @@ class OrchestratorModel:
         self._loop = uvloop.new_event_loop()  # 0.25 ms to the first token
         self._thread = threading.Thread(target=self._loop.run_forever, name="calls", daemon=True)
         self._thread.start()
+        self._is_finished = asyncio.Event()
+        self._publishing = asyncio.run_coroutine_threadsafe(self._publish_metrics(), self._loop)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -106,7 +122,11 @@ class OrchestratorModel:
         if request_id:
             self._calls[request_id] = call
         try:
-            await self._pipeline.run(call)
+            operation = call.parameters.get(contracts.CACHE_OPERATION_PARAMETER)
+            if operation is None:
+                await self._pipeline.run(call)
+            else:
+                await self._pipeline.operate(call, operation)
         finally:
             self._watcher.unwatch(key)
             self._calls.pop(request_id, None)
@@ -115,9 +135,21 @@ class OrchestratorModel:
     async def _finish(self) -> None:
         while self._tasks:
             await asyncio.wait(self._tasks)
+        await self._pipeline.finish()
+        self._is_finished.set()
+        await asyncio.wrap_future(self._publishing)
+        if self._embedder is not None:
+            await self._embedder.close()
         await self._engines.close()
         if self._cloud is not None:
             await self._cloud.close()
+
+    async def _publish_metrics(self) -> None:
+        """In a thread: each number is a round trip to the server's process."""
+        while self._metrics is not None and self._store is not None and not self._is_finished.is_set():
+            await asyncio.to_thread(self._metrics.publish, self._store.num_bytes, len(self._store))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._is_finished.wait(), METRICS_PERIOD_S)
 
 
 class TritonSink:

@@ -44,7 +44,10 @@ def scripted(scripted_stack: Stack) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def real(cpu_stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{cpu_stack.url}/v1", api_key="none", max_retries=0) as client:
+    headers = {"cache-control": "no-store"}
+    with openai.OpenAI(
+        base_url=f"{cpu_stack.url}/v1", api_key="none", max_retries=0, default_headers=headers
+    ) as client:
         yield client
 
 

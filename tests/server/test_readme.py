@@ -85,7 +85,7 @@ def test_demo(artifact: Callable[[str], Path]) -> None:
     assert facts_line.startswith("[tier simple | model llm_small | first token ")
     facts = json.loads(last)
     assert list(facts) == ["ttft_ms", "total_ms", "tokens", "tps", "input_tokens", "model", "tier", "cache"]
-    assert 0 < facts["ttft_ms"] < facts["total_ms"] and facts["tokens"] > 1 and facts["cache"] == "bypass"
+    assert 0 < facts["ttft_ms"] < facts["total_ms"] and facts["tokens"] > 1 and facts["cache"] == "miss"
 
 
 @pytest.fixture

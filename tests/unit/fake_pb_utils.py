@@ -108,13 +108,16 @@ class InferenceRequest:
 
 
 class MetricFamily:
-    GAUGE = 1
+    GAUGE, COUNTER = range(2)
 
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
+        self.metrics: dict[str, Metric] = {}  # by the value of their one label
 
     def Metric(self, labels: dict[str, str]) -> Metric:
-        return Metric()
+        key = "".join(labels.values())
+        assert key not in self.metrics, "Triton has one metric of a name and labels"
+        return self.metrics.setdefault(key, Metric())
 
 
 class Metric:
@@ -122,3 +125,7 @@ class Metric:
 
     def set(self, value: float) -> None:
         self.value = value
+
+    def increment(self, value: float) -> None:
+        assert value >= 0, "a counter never falls"
+        self.value += value

@@ -21,6 +21,14 @@ output_price_per_million_tokens = 0.1
 generation = { max_output_tokens = 256 }
 """
 
+CACHE = """
+[cache]
+ttl_s = 60
+max_bytes = 1000
+semantic = true
+max_temperature = 0.5
+"""
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
@@ -31,6 +39,7 @@ def test_defaults(file: Path) -> None:
     file.write_text(TIER)
     tiers = load_tiers(file)
     assert tiers.limits == Limits(max_live_requests=256)
+    assert tiers.cache is None
     generation = tiers.tier[0].generation
     assert (generation.max_output_tokens, generation.temperature, generation.top_p) == (256, 1.0, 1.0)
 
@@ -52,6 +61,11 @@ def test_defaults(file: Path) -> None:
         ("256", "0", "tier.0.generation.max_output_tokens: Input should be greater than 0 (got 0)"),
         (TIER, TIER + TIER, "tier.name: 'simple' is used 2 times; names are unique"),
         (TIER, TIER + "[limits]\nmax_live_requests = 0", "limits.max_live_requests: Input should be greater than 0"),
+        (TIER, TIER + "[cache]\n", "cache.ttl_s: Field required"),
+        (TIER, TIER + CACHE.replace("60", "0"), "cache.ttl_s: Input should be greater than 0 (got 0)"),
+        (TIER, TIER + CACHE.replace("true", "1"), "cache.semantic: Input should be a valid boolean (got 1)"),
+        (TIER, TIER + CACHE.replace("0.5", "2.5"), "cache.max_temperature: Input should be less than or equal to 2"),
+        (TIER, TIER + CACHE + "redis = 5", "cache.redis: Extra inputs are not permitted (got 5)"),
         (TIER, TIER + "[limit]\n", "limit: Extra inputs are not permitted (got {})"),
     ],
 )

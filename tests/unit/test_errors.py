@@ -15,6 +15,7 @@ ALL = (
     (errors.RequestTooLargeError, 413, "invalid_request_error", "request_too_large"),
     (errors.OverloadedError, 503, "server_error", "overloaded"),
     (errors.ShuttingDownError, 503, "server_error", "shutting_down"),
+    (errors.NotCachedError, 504, "invalid_request_error", "not_cached"),
     (errors.CancelledError, 499, "cancelled", "cancelled"),
     (errors.EngineError, 502, "server_error", "engine_error"),
     (errors.CloudError, 502, "server_error", "cloud_error"),

@@ -14,6 +14,7 @@ import pytest
 from in_process import InProcessEngines, RecordingSink
 from tokenizers import Tokenizer
 
+from orchestrator.answer import tokens_per_second
 from orchestrator.call import Call
 from orchestrator.config import Generation, Limits, Tier, Tiers, load_tiers
 from orchestrator.engines import EngineRequest
@@ -27,7 +28,7 @@ from orchestrator.errors import (
     ModelNotFoundError,
     OverloadedError,
 )
-from orchestrator.generation import build_engine_request, template_message, tokens_per_second
+from orchestrator.generation import build_engine_request, template_message
 from orchestrator.pipeline import Pipeline
 from orchestrator.request import ChatRequest, Message
 

@@ -323,8 +323,11 @@ def test_a_client_that_leaves_stops_its_request_alone(model: engine_model.Engine
 class BlockingPipeline:
     """Holds every call until the test lets go."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, cache: None) -> None:
         self.go = threading.Event()
+
+    async def finish(self) -> None:
+        pass
 
     async def run(self, call: Any) -> None:
         while not self.go.is_set():

@@ -1,0 +1,160 @@
+"""The cache as the pipeline uses it: look up, keep what was answered, and the operator's ways in.
+
+A store or an embedder that fails is a miss and is counted; it never fails a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from orchestrator.cache.control import CacheControl
+from orchestrator.cache.key import Identity, Origin, identify
+from orchestrator.cache.lexicon import load_lexicon
+from orchestrator.cache.lookup import Lookup, Outcome
+from orchestrator.cache.policy import is_cacheable, may_be_near
+from orchestrator.cache.store import Entry, Invalidated, Selection, Vector
+from orchestrator.cache.stored import StoredAnswer
+from orchestrator.config import CachePolicy
+from orchestrator.request import ChatRequest, Request
+
+log = logging.getLogger("orchestrator.cache")
+
+LANGUAGES = ("en", "de", "es", "fr", "zh")
+# A question whose vector takes longer (others' long texts are in the queue) is answered without a look-up.
+EMBED_TIMEOUT_S = 0.2
+# Of how many hits the operator can say that they were wrong.
+MAX_REMEMBERED_HITS = 1000
+
+# The unit vector of a question, or None when it is longer than the embedder's window, or the embedder failed.
+Embed = Callable[[str], Coroutine[Any, Any, Vector | None]]
+
+
+class Counts(Protocol):
+    """What happens here, for the metrics."""
+
+    def count_answer(self, kind: str) -> None:
+        """A request that got its answer by `kind`, as `rt.cache` says it."""
+
+    def count_rejection(self, guard: str) -> None:
+        """The nearest stored question was not served because of `guard`."""
+
+    def count_store_error(self) -> None:
+        """The store did not do as it was asked."""
+
+
+@dataclass
+class Query:
+    """One request as the cache sees it. `vector` is its question's once it was embedded, for whoever else needs it."""
+
+    identity: Identity
+    control: CacheControl
+    may_be_near: bool
+    vector: Vector | None = None
+
+
+class Hit(NamedTuple):
+    """What is served, and how near its question lies (a cosine)."""
+
+    kind: Literal["exact", "semantic"]
+    answer: StoredAnswer
+    entry: Entry
+    similarity: float
+    age_s: float
+
+
+class AnswerCache:
+    """For one event loop. `lookup` brings the store, whose clock it knows.
+
+    With a semantic tier it reads the guards' lexicons at once, which takes a second that no caller should wait.
+    """
+
+    def __init__(self, policy: CachePolicy, lookup: Lookup, embed: Embed, counts: Counts) -> None:
+        self._policy = policy
+        self._lookup = lookup
+        self._embed = embed
+        self.counts = counts
+        if policy.semantic:
+            for language in LANGUAGES:
+                load_lexicon(language)
+        self._hits: OrderedDict[str, tuple[Identity, Entry]] = OrderedDict()  # by the answer's id
+
+    def read(self, request: Request, origin: Origin, control: CacheControl) -> Query | None:
+        """The request as the cache sees it; None if it bypasses the cache."""
+        if control.no_store or not isinstance(request, ChatRequest) or not is_cacheable(request, self._policy):
+            return None
+        identity = identify(request, origin)
+        return Query(identity, control, may_be_near(request, identity.question, self._policy))
+
+    async def find_exact(self, query: Query) -> Hit | None:
+        if query.control.no_cache:
+            return None
+        try:
+            return self._read_outcome(query, await self._lookup.find_exact(query.identity))
+        except Exception:
+            self._note_store_error()
+            return None
+
+    async def find_near(self, query: Query) -> Hit | None:
+        """Embeds the question."""
+        if query.control.no_cache or not query.may_be_near:
+            return None
+        try:
+            query.vector = await asyncio.wait_for(self._embed(query.identity.question or ""), EMBED_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            return None
+        if query.vector is None:
+            return None
+        try:
+            outcome = await self._lookup.find_near(query.identity, query.vector)
+            if outcome.guard not in (None, "threshold"):
+                self.counts.count_rejection(str(outcome.guard))
+            return self._read_outcome(query, outcome)
+        except Exception:
+            self._note_store_error()
+            return None
+
+    async def keep(self, query: Query, answer: StoredAnswer) -> None:
+        """Store what the caller of this knows to be whole."""
+        if query.may_be_near and query.vector is None:
+            query.vector = await self._embed(query.identity.question or "")
+        now_s = self._lookup.clock()
+        entry = Entry(query.identity, answer.to_json(), answer.model, query.vector, now_s, now_s + self._policy.ttl_s)
+        try:
+            await self._lookup.store.put(entry)
+        except Exception:
+            self._note_store_error()
+
+    def remember(self, answer_id: str, query: Query, hit: Hit) -> None:
+        """So that the operator can name it."""
+        self._hits[answer_id] = (query.identity, hit.entry)
+        while len(self._hits) > MAX_REMEMBERED_HITS:
+            self._hits.popitem(last=False)
+
+    async def mark_wrong(self, answer_id: str) -> bool:
+        """Evict what was served under `answer_id`, and block the pair; False for an id that is not remembered."""
+        remembered = self._hits.pop(answer_id, None)
+        if remembered is None:
+            return False
+        await self._lookup.store.mark_wrong(*remembered)
+        return True
+
+    async def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated:
+        return await self._lookup.store.invalidate(selection, dry_run=dry_run)
+
+    def _read_outcome(self, query: Query, outcome: Outcome) -> Hit | None:
+        entry, max_age_s = outcome.entry, query.control.max_age_s
+        if outcome.kind == "miss" or entry is None or outcome.age_s is None:
+            return None
+        if max_age_s is not None and outcome.age_s > max_age_s:
+            return None
+        answer = StoredAnswer.from_json(entry.answer)
+        return Hit(outcome.kind, answer, entry, outcome.similarity or 0.0, outcome.age_s)
+
+    def _note_store_error(self) -> None:
+        log.exception("the cache's store failed; a miss")
+        self.counts.count_store_error()

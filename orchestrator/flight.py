@@ -1,0 +1,164 @@
+"""Single flight: one answer in the making, and all who asked for the same at the same time.
+
+Everything here happens on one event loop, and nothing is awaited between two callers' turns: whoever comes late is
+sent what there is, and is with the others from then on. The text is kept once. A sink never waits for its reader, so a
+slow one holds nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Hashable
+from functools import partial
+
+from orchestrator.answer import Answer, CallerOutput
+from orchestrator.cache.stage import Hit
+from orchestrator.call import Waited
+from orchestrator.errors import CancelledError
+from orchestrator.streaming.chunks import Choice
+from orchestrator.streaming.text import Piece
+
+log = logging.getLogger("orchestrator.requests")
+
+
+class Flight(Waited):
+    """An `Output` for any number of callers. It is cancelled when the last of them leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hit: Hit | None = None  # what is served, if it is a stored answer
+        self.pieces: list[tuple[Choice, Piece | None]] = []  # None: the choice ends
+        self._answer: Answer | None = None
+        self._callers: dict[CallerOutput, asyncio.Future[None]] = {}
+        self._is_finished = False
+        self._has_failed = False
+
+    # --- the callers' side ---
+
+    @property
+    def takes_callers(self) -> bool:
+        return not self.is_cancelled and not self._has_failed
+
+    async def listen(self, output: CallerOutput) -> None:
+        """Until the final event was sent. Raises what ended the answer, or `CancelledError` when the caller left."""
+        if self._answer is not None:
+            self._catch_up(output, self._answer)
+            if self._is_finished:
+                return
+        ended = self._callers[output] = asyncio.get_running_loop().create_future()
+        try:
+            output.call.on_cancel(partial(self._leave, output))
+            await ended
+        finally:
+            self._callers.pop(output, None)
+            if not self._callers and not self._is_finished:
+                await self.cancel()
+
+    def _catch_up(self, output: CallerOutput, answer: Answer) -> None:
+        output.begin(answer, uuid.uuid4().hex)
+        for choice, piece in self.pieces:
+            if piece is None:
+                output.end_choice(choice)
+            else:
+                output.emit(choice, piece)
+        if self._is_finished:
+            output.finish()
+
+    async def _leave(self, output: CallerOutput) -> None:
+        ended = self._callers.get(output)
+        if ended is None or ended.done():
+            return
+        if len(self._callers) == 1:
+            await self.cancel()  # how it ends, this caller then hears like any other
+        else:
+            del self._callers[output]
+            ended.set_exception(CancelledError("the caller left"))
+
+    # --- the generation's side ---
+
+    async def run(self, make: Callable[[Flight], Awaitable[None]]) -> None:
+        """Have `make` fill this flight; whatever it raises, all callers hear."""
+        try:
+            await make(self)
+        except BaseException as error:
+            self._has_failed = True
+            if self._is_finished:
+                log.exception("after an answer was finished")
+            for ended in self._callers.values():
+                if not ended.done():
+                    ended.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def begin(self, answer: Answer, answer_id: str) -> None:
+        """The first caller's answer is called like the engine's request, the others' get names of their own."""
+        answer.choices = [Choice(index) for index in range(answer.request.num_choices)]
+        self._answer = answer
+        names = [answer_id, *(uuid.uuid4().hex for _ in range(len(self._callers) - 1))]
+        for name, output in zip(names, list(self._callers)):
+            self._send(output, partial(output.begin, answer, name))
+
+    def emit(self, choice: Choice, piece: Piece) -> None:
+        choice.add(piece.text, piece.calls, piece.log_probs)
+        if piece.text or piece.calls or piece.log_probs:
+            self.pieces.append((choice, piece))
+            for output in list(self._callers):
+                self._send(output, partial(output.emit, choice, piece))
+
+    def end_choice(self, choice: Choice, finish_reason: str) -> None:
+        choice.finish_reason = finish_reason
+        self.pieces.append((choice, None))
+        for output in list(self._callers):
+            self._send(output, partial(output.end_choice, choice))
+
+    def finish(self) -> None:
+        self._is_finished = True
+        for output, ended in list(self._callers.items()):
+            self._send(output, output.finish)
+            if not ended.done():
+                ended.set_result(None)
+
+    def _send(self, output: CallerOutput, send: Callable[[], None]) -> None:
+        """One caller's sink that fails is not the others' concern."""
+        ended = self._callers[output]
+        if ended.done():
+            return
+        try:
+            send()
+        except Exception as error:
+            ended.set_exception(error)
+
+
+class Flights:
+    """What is in the air. For one event loop."""
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, Flight] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def find(self, key: Hashable) -> Flight | None:
+        flight = self._open.get(key)
+        return flight if flight is not None and flight.takes_callers else None
+
+    def start(self, key: Hashable | None, make: Callable[[Flight], Awaitable[None]]) -> Flight:
+        """A flight that `make` fills; others find it by `key`, until `make` returns. With None nobody does."""
+        flight = Flight()
+        if key is not None:
+            self._open[key] = flight
+        task = asyncio.get_running_loop().create_task(flight.run(make))
+        self._tasks.add(task)
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if key is not None and self._open.get(key) is flight:
+                del self._open[key]
+
+        task.add_done_callback(end)
+        return flight
+
+    async def finish(self) -> None:
+        """Until all have landed, what comes after their final event too."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
