@@ -1,18 +1,21 @@
-"""`python -m build --target cpu`: compile a target into `artifacts/cpu/`."""
+"""`python -m build --target cpu`: compile a target into `artifacts/cpu/`. `python -m build plan`: what a GPU holds."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from build.commands import explain, list_commands, make_products
 from build.compiler import build
 from build.errors import BuildError
 from build.fetch import cache_folder
-from build.rows import list_targets, load_models, load_target
+from build.model_rows import AnyModelRow
+from build.plan_report import run_plan
+from build.rows import TargetRow, list_targets, load_models, load_target
 from orchestrator.config import ConfigError
 
 
@@ -31,18 +34,9 @@ def progress(step: str) -> Iterator[None]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, 1 for an error, 130 when interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m build", description="Compile a target into an artifact.")
-    parser.add_argument("--target", default="cpu", help="what to compile for (default: cpu)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="the artifact (default: artifacts/TARGET)")
-    parser.add_argument("--force", action="store_true", help="build although it is up to date")
-    parser.add_argument("--list", action="store_true", help="list the targets and stop")
-    arguments = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        if arguments.list:
-            for name in list_targets():
-                print(f"{name:<12}{load_target(name).description}")
-            return 0
-        return _build(arguments.target, arguments.output, arguments.force)
+        return run_plan(argv[1:]) if argv[:1] == ["plan"] else _run(argv)
     except (BuildError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
@@ -53,16 +47,50 @@ def main(argv: list[str] | None = None) -> int:
     return 1
 
 
-def _build(target_name: str, output: Path | None, force: bool) -> int:
-    started = time.monotonic()
-    target = load_target(target_name)
+def _run(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m build",
+        description="Compile a target into an artifact.",
+        epilog="python -m build plan --help: what a GPU target holds and costs.",
+    )
+    parser.add_argument("--target", default="cpu", help="what to compile for (default: cpu)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="the artifact (default: artifacts/TARGET)")
+    parser.add_argument("--force", action="store_true", help="build although it is up to date")
+    parser.add_argument("--only", metavar="MODEL", help="run the container's commands of one Triton model, no more")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--list", action="store_true", help="list the targets and stop")
+    ways.add_argument("--dry-run", action="store_true", help="print the container's commands as a script and stop")
+    ways.add_argument("--explain", action="store_true", help="say why each step would run or not, and stop")
+    ways.add_argument("--render-only", action="store_true", help="make every configuration, and no engine or tokenizer")
+    arguments = parser.parse_args(argv)
+    if arguments.only and (arguments.list or arguments.explain or arguments.render_only):
+        parser.error("--only goes with a build or with --dry-run")
+    if arguments.list:
+        for name in list_targets():
+            print(f"{name:<12}{load_target(name).description}")
+        return 0
+    target = load_target(arguments.target)
     models = load_models(target)
-    output = output or Path("artifacts") / target.name
+    output = arguments.output or Path("artifacts") / target.name
+    if arguments.dry_run:
+        print(list_commands(target, models, cache_folder(), arguments.only))
+    elif arguments.explain:
+        print(explain(target, models, output, cache_folder()))
+    elif arguments.only:
+        make_products(target, models, cache_folder(), progress, arguments.only)
+    else:
+        _build(target, models, output, arguments.force, arguments.render_only)
+    return 0
+
+
+def _build(target: TargetRow, models: Mapping[str, AnyModelRow], output: Path, force: bool, render_only: bool) -> None:
+    started = time.monotonic()
     print(f"build {target.name} into {output}", flush=True)
-    reason = build(target, models, output, cache=cache_folder(), progress=progress, force=force)
+    reason = build(
+        target, models, output, cache=cache_folder(), progress=progress, force=force, render_only=render_only
+    )
     seconds = time.monotonic() - started
     print(f"up to date ({seconds:.1f} s)" if reason is None else f"built in {seconds:.1f} s ({reason})")
-    return 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from build.errors import BuildError
-from build.rows import EmbedderRow
+from build.model_rows import EmbedderRow
 from orchestrator.contracts import ATTENTION_MASK, EMBEDDING, EMBEDDING_INPUT_IDS
 
 Weights = Mapping[str, npt.NDArray[np.float32]]

@@ -14,11 +14,16 @@ from pathlib import Path
 
 from build.errors import BuildError
 from build.locks import lock
+from build.machine import check_machine
 from build.manifest import NAME as MANIFEST
 from build.manifest import describe_inputs, find_fault, list_files, write_manifest
-from build.recipes import RECIPES, Job
+from build.model_rows import AnyModelRow
+from build.pairs import check_pairs
+from build.plan import Plan, make_plan
+from build.recipes import make_job, steps_of
 from build.render import make_embedder, make_tiers, render_config, render_ensemble, to_toml
-from build.rows import AnyModelRow, TargetRow
+from build.render_trtllm import model_yaml
+from build.rows import TargetRow
 from orchestrator.config import Row, load_tiers
 
 HERE = Path(__file__).parent
@@ -36,26 +41,34 @@ def build(
     cache: Path,
     progress: Progress,
     force: bool = False,
+    render_only: bool = False,
     sources: Path = SOURCES,
 ) -> str | None:
     """Make the artifact of `target` at `output`; returns why it was built, None if it was up to date.
 
-    `sources` is the source repository, `cache` keeps fetched weights. Waits for another build of the same
-    `output`. Raises `BuildError`; `output` is then what it was before.
+    `sources` is the source repository, `cache` keeps fetched weights and what the container's commands made. With
+    `render_only` the artifact has all configurations and nothing that a step makes: no engine, no tokenizer. Waits for
+    another build of the same `output`. Raises `BuildError`; `output` is then what it was before.
     """
+    check_pairs(target, models)
+    plan = None if target.gpu is None else make_plan(target, models)
+    if target.gpu is not None and target.container is not None and not render_only:
+        check_machine(target.gpu, target.container)
     output = output.absolute()
     if output.exists() and not _is_ours(output):
         raise BuildError(f"--output: {output} is there and is no artifact; name a folder that the build may replace")
     output.parent.mkdir(parents=True, exist_ok=True)
     with lock(_beside(output, "lock")):
         _clear(output)
-        inputs = describe_inputs(target, models, _code(target, sources))
+        inputs = describe_inputs(target, models, code_files(target, sources), render_only=render_only)
         fault = "asked for by --force" if force else find_fault(output, inputs)
         if fault is None:
             return None
         work = _beside(output, "tmp")
         try:
-            _compile(target, models, work, cache, sources, progress)
+            _render(target, models, plan, work, sources, progress)
+            if not render_only:
+                _run_steps(target, models, work, cache, progress)
             with progress("write manifest"):
                 write_manifest(work, inputs)
             _publish(work, output)
@@ -64,49 +77,64 @@ def build(
         return fault
 
 
-def _code(target: TargetRow, sources: Path) -> dict[str, Path]:
+def code_files(target: TargetRow, sources: Path) -> dict[str, Path]:
     """The files that decide the result, besides rows and weights: ours, and the sources of the models."""
     files = {f"build/{path.name}": path for path in sorted(HERE.glob("*.py"))}
-    for name in (*target.models, *target.ensembles):
+    for name in {target.source_of(name) for name in (*target.models, *target.ensembles)}:
         files |= {path.relative_to(sources).as_posix(): path for path in list_files(sources / name)}
     return files
 
 
-def _compile(
+def _render(
     target: TargetRow,
     models: Mapping[str, AnyModelRow],
+    plan: Plan | None,
     root: Path,
-    cache: Path,
     sources: Path,
     progress: Progress,
 ) -> None:
-    """Everything but the manifest, into `root`."""
+    """Every configuration, into `root`."""
     repository = root / "model_repository"
     for name in (*target.models, *target.ensembles):
-        source = sources / name
+        source = sources / target.source_of(name)
         config = source / "config.pbtxt"
         if not config.is_file():
             raise BuildError(f"target {target.name!r} has model {name!r}, but {config} does not exist")
         with progress(f"{name}: render"):
-            shutil.copytree(source, repository / name, ignore=shutil.ignore_patterns("__pycache__"))
+            # What runs a TensorRT-LLM engine is NVIDIA's, not our model.py.
+            ours = ("__pycache__", "1") if name in target.trtllm_engines else ("__pycache__",)
+            shutil.copytree(source, repository / name, ignore=shutil.ignore_patterns(*ours))
+            version = repository / name / "1"
+            version.mkdir(exist_ok=True)  # Triton wants one, though an ensemble has nothing in it
             if settings := target.models.get(name):
-                text = render_config(config, settings, models[settings.model] if settings.model else None)
+                model = models[settings.model] if settings.model else None
+                engine = plan.engines.get(name) if plan else None
+                text = render_config(config, name, settings, model, engine)
+                if engine and name in target.trtllm_engines and target.source_of(name) == "llm_text":
+                    parameters = target.trtllm_engines[name][1]
+                    (version / "model.yaml").write_text(
+                        model_yaml(name, settings, parameters, engine), encoding="utf-8"
+                    )
             else:
                 text = render_ensemble(config, target.models)
-                (repository / name / "1").mkdir()  # Triton wants a version folder, though nothing is in it
             (repository / name / "config.pbtxt").write_text(
                 f"# Target {target.name}, rendered by python -m build.\n{text}", encoding="utf-8"
             )
-    for name, (row, parameters) in (target.engines | target.embedders).items():
-        job = Job(models[row], repository / name / "1", cache)
-        job.folder.mkdir(exist_ok=True)
-        for step in RECIPES[parameters.engine].steps:
-            with progress(f"{name}: {step.name}"):
-                step.run(job)
     with progress("tiers"):
         _write_toml(root / "tiers.toml", make_tiers(target, models))
         load_tiers(root / "tiers.toml")
         _write_toml(root / "embedder.toml", make_embedder(target, models))
+
+
+def _run_steps(
+    target: TargetRow, models: Mapping[str, AnyModelRow], root: Path, cache: Path, progress: Progress
+) -> None:
+    """What each engine's version folder holds, into `root`."""
+    for name in (*target.engines, *target.embedders):
+        job = make_job(name, target, models, root / "model_repository", cache)
+        for step in steps_of(job):
+            with progress(f"{name}: {step.name}"):
+                step.run(job)
 
 
 def _write_toml(path: Path, row: Row) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from build.errors import BuildError
 from build.locks import lock
-from build.rows import PackagedFile
+from build.model_rows import PackagedFile
 
 
 def cache_folder() -> Path:

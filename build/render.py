@@ -14,20 +14,27 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from build.engine_rows import TensorRTLLMParameters
 from build.errors import BuildError
-from build.rows import AnyModelRow, EmbedderRow, ModelRow, TargetRow, TierRow, TritonModel
+from build.model_rows import AnyModelRow, EmbedderRow, ModelRow
+from build.plan import EnginePlan
+from build.render_trtllm import backend_parameters, llmapi_parameters
+from build.rows import TargetRow, TierRow, TritonModel
 from orchestrator.config import Embedder, Tier, Tiers
 
 
-def render_config(source: Path, settings: TritonModel, model: AnyModelRow | None) -> str:
-    """The config.pbtxt at `source` with a target's `settings` merged in, as text.
+def render_config(
+    source: Path, name: str, settings: TritonModel, model: AnyModelRow | None, plan: EnginePlan | None = None
+) -> str:
+    """The config.pbtxt at `source` with a target's `settings` merged in, as text, for the Triton model `name`.
 
-    `model` is the model behind an engine, None for other models. Raises `BuildError` if the source
-    does not parse or already says what only a target may say.
+    `model` is the model behind an engine, None for other models; `plan` is there for an engine `tensorrt_llm`. Raises
+    `BuildError` if the source does not parse or already says what only a target may say.
     """
     config = _read_config(source)
+    config.name = name
     config.backend = settings.backend
-    config.max_batch_size = settings.max_batch_size
+    config.max_batch_size = 0 if _is_llmapi(settings) else settings.max_batch_size
     if settings.max_queue_delay_microseconds is not None:
         config.dynamic_batching.max_queue_delay_microseconds = settings.max_queue_delay_microseconds
     if settings.allow_ragged_batch:
@@ -37,7 +44,7 @@ def render_config(source: Path, settings: TritonModel, model: AnyModelRow | None
         kind=model_config_pb2.ModelInstanceGroup.Kind.Value(settings.instance_kind),
         count=settings.instance_count,
     )
-    for key, value in engine_parameters(settings, model).items():
+    for key, value in engine_parameters(name, settings, model, plan).items():
         config.parameters[key].string_value = value
     text: str = text_format.MessageToString(config)
     return text
@@ -70,10 +77,17 @@ def _read_config(source: Path) -> Any:
     return config
 
 
-def engine_parameters(settings: TritonModel, model: AnyModelRow | None) -> dict[str, str]:
+def engine_parameters(
+    name: str, settings: TritonModel, model: AnyModelRow | None, plan: EnginePlan | None = None
+) -> dict[str, str]:
     """What an engine reads from its configuration: the target's parameters, and some numbers of the model."""
     if settings.parameters is None or model is None:
         return {}
+    if isinstance(settings.parameters, TensorRTLLMParameters):
+        if _is_llmapi(settings):
+            return llmapi_parameters(settings.parameters)
+        assert plan is not None
+        return backend_parameters(name, settings.parameters, plan)
     values = settings.parameters.model_dump()
     if isinstance(model, EmbedderRow):
         values |= {"max_input_tokens": model.max_input_tokens, "pad_id": model.token_ids.pad}
@@ -85,10 +99,15 @@ def engine_parameters(settings: TritonModel, model: AnyModelRow | None) -> dict[
     return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
 
 
+def _is_llmapi(settings: TritonModel) -> bool:
+    # It does not batch in Triton: its model takes batch size 0 and nothing else.
+    return isinstance(settings.parameters, TensorRTLLMParameters) and settings.parameters.runtime == "llmapi"
+
+
 def make_tiers(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Tiers:
     """The target's tiers with what the orchestrator must know of the model behind each."""
     tiers = [
-        _engine_tier(row, models[target.engines[row.model][0]]) if row.cloud is None else _cloud_tier(row)
+        _engine_tier(row, models[target.engines[row.model][0]], target) if row.cloud is None else _cloud_tier(row)
         for row in target.tiers
     ]
     return Tiers(tier=tiers, limits=target.limits, cache=target.cache)
@@ -112,13 +131,16 @@ def _cloud_tier(row: TierRow) -> Tier:
     return Tier.model_validate(dict(row))
 
 
-def _engine_tier(row: TierRow, model: AnyModelRow) -> Tier:
+def _engine_tier(row: TierRow, model: AnyModelRow, target: TargetRow) -> Tier:
     assert isinstance(model, ModelRow)
+    _, parameters = target.engines[row.model]
+    # An engine may take less than its model could.
+    limit = parameters.max_seq_len if isinstance(parameters, TensorRTLLMParameters) else None
     return Tier(
         name=row.name,
         model=row.model,
         tokenizer=f"model_repository/{row.model}/1/tokenizer",
-        context_window=model.architecture.context_window,
+        context_window=limit or model.architecture.context_window,
         end_id=model.token_ids.end,
         pad_id=model.token_ids.pad,
         tool_parser=row.tool_parser or model.tool_parser,

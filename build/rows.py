@@ -1,4 +1,4 @@
-"""Targets and models as rows of data: what `targets/*.toml` and `models/*.toml` may say.
+"""Targets as rows of data, `targets/*.toml`, and the reading of all rows; models are in `build.model_rows`.
 
 Rows are frozen and strict (see `orchestrator.config.Row`): an unknown key, a wrong type or a value out of
 range is a `ConfigError` that names the file and the key.
@@ -11,175 +11,21 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
+from build.engine_rows import DraftTarget, EmbedderParameters, EngineParameters, TensorRTLLMParameters
 from build.errors import BuildError
+from build.gpu_rows import Container, Gpu
+from build.model_rows import AnyModelRow, Count, EmbedderRow, ModelRow, Name
 from orchestrator.config import CachePolicy, Cloud, Generation, Limits, Row, ToolFormat, read_toml
 from orchestrator.contracts import ORCHESTRATOR_MODEL
 
 HERE = Path(__file__).parent
 
-Count = Annotated[int, Field(gt=0)]
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 # Triton takes a model's name from its folder; Python code spells it, so no dashes.
 TritonName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
-# One path part: it becomes a file name in the cache and in an artifact.
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$")]
 Price = Annotated[float, Field(ge=0)]
 
 
-# --- models ------------------------------------------------------------------------------------------------
-
-
-class Architecture(Row):
-    """The numbers of a decoder-only transformer; sizes count elements, the context window counts tokens."""
-
-    family: Literal["llama"]
-    num_layers: Count
-    hidden_size: Count
-    intermediate_size: Count
-    num_attention_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
-    vocab_size: Count
-    context_window: Count
-    rope_theta: Annotated[float, Field(gt=0)]
-    rms_norm_eps: Annotated[float, Field(gt=0)]
-
-
-class TokenIds(Row):
-    """Token ids with a meaning of their own; `end` closes an assistant's turn."""
-
-    bos: Annotated[int, Field(ge=0)]
-    end: Annotated[int, Field(ge=0)]
-    pad: Annotated[int, Field(ge=0)]
-    unknown: Annotated[int, Field(ge=0)]
-
-
-class PackagedFile(Row):
-    """A file inside a wheel on the package index; `sha256` is of the file, not of the wheel."""
-
-    package: Name
-    version: Annotated[str, Field(pattern=r"^[0-9][A-Za-z0-9.+!]*$")]
-    folder: FolderName
-    file: FileName
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-class BertArchitecture(Row):
-    """The numbers of a BERT encoder; sizes count elements, positions count tokens."""
-
-    family: Literal["bert"]
-    num_layers: Count
-    hidden_size: Count
-    intermediate_size: Count
-    num_attention_heads: Count
-    vocab_size: Count
-    max_position_embeddings: Count
-    layer_norm_eps: Annotated[float, Field(gt=0)]
-
-
-class ModelRow(Row):
-    """One language model: `models/<name>.toml`. `tool_parser` is the format in which it calls tools, if it does."""
-
-    name: Name
-    licence: str
-    architecture: Architecture
-    token_ids: TokenIds
-    gguf: PackagedFile
-    tool_parser: ToolFormat | None = None
-
-    @property
-    def sources(self) -> tuple[PackagedFile, ...]:
-        return (self.gguf,)
-
-
-class EmbedderTokenIds(Row):
-    """`cls` begins an input and `sep` ends it."""
-
-    cls: Annotated[int, Field(ge=0)]
-    sep: Annotated[int, Field(ge=0)]
-    pad: Annotated[int, Field(ge=0)]
-
-
-class EmbedderRow(Row):
-    """One sentence embedder: `models/<name>.toml`. Its vectors are the mean over the tokens, of length 1.
-
-    `max_input_tokens` is the window, `cls` and `sep` included; a longer input is refused.
-    """
-
-    name: Name
-    licence: str
-    max_input_tokens: Count
-    architecture: BertArchitecture
-    token_ids: EmbedderTokenIds
-    weights: PackagedFile
-    tokenizer: PackagedFile
-
-    @model_validator(mode="after")
-    def _numbers_fit_together(self) -> EmbedderRow:
-        if (self.weights.package, self.weights.version) != (self.tokenizer.package, self.tokenizer.version):
-            raise ValueError("weights and tokenizer must come from one package in one version")
-        if self.max_input_tokens > self.architecture.max_position_embeddings:
-            raise ValueError(
-                f"max_input_tokens is {self.max_input_tokens}; the model has "
-                f"{self.architecture.max_position_embeddings} positions (architecture.max_position_embeddings)"
-            )
-        return self
-
-    @property
-    def sources(self) -> tuple[PackagedFile, ...]:
-        return (self.weights, self.tokenizer)
-
-
-AnyModelRow = ModelRow | EmbedderRow
-
-
 # --- targets -----------------------------------------------------------------------------------------------
-
-
-class OpenVINOParameters(Row):
-    """Engine `openvino`: OpenVINO GenAI's continuous batching. Where TensorRT-LLM has a name, it is used.
-
-    The KV pool is `max_tokens_in_paged_kv_cache` tokens, `max_num_tokens` is the most tokens in one step over
-    all requests; `num_draft_tokens` and `max_ngram_size` matter with `speculation` "prompt_lookup".
-    """
-
-    engine: Literal["openvino"]
-    max_tokens_in_paged_kv_cache: Count
-    kv_cache_precision: Literal["u8", "f16", "bf16", "f32"]
-    enable_kv_cache_reuse: bool
-    enable_chunked_context: bool
-    max_num_tokens: Count
-    exclude_input_in_output: bool
-    speculation: Literal["none", "prompt_lookup"]
-    num_draft_tokens: Count
-    max_ngram_size: Count
-
-
-class ScriptedParameters(Row):
-    """Engine `scripted`: no model; it answers as the prompt tells it, at a pace set here (ms)."""
-
-    engine: Literal["scripted"]
-    exclude_input_in_output: bool
-    first_token_ms: Annotated[float, Field(ge=0)]
-    itl_ms: Annotated[float, Field(ge=0)]
-
-
-class WordPieceParameters(Row):
-    """Engine `wordpiece`: the tokenizer of a sentence embedder."""
-
-    engine: Literal["wordpiece"]
-
-
-class OnnxRuntimeParameters(Row):
-    """Engine `onnxruntime`: a sentence embedder's graph; `num_threads` is how many compute one batch."""
-
-    engine: Literal["onnxruntime"]
-    num_threads: Count
-
-
-EmbedderParameters = WordPieceParameters | OnnxRuntimeParameters
-EngineParameters = OpenVINOParameters | ScriptedParameters
 
 
 class TritonModel(Row):
@@ -189,7 +35,7 @@ class TritonModel(Row):
     `allow_ragged_batch` lets it join requests of different shapes, for a model that can take them apart.
     """
 
-    backend: Literal["python"]
+    backend: Literal["python", "tensorrtllm"]
     max_batch_size: Annotated[int, Field(ge=0)]
     max_queue_delay_microseconds: Annotated[int, Field(ge=0, le=2000)] | None = None
     allow_ragged_batch: bool = False
@@ -202,6 +48,13 @@ class TritonModel(Row):
     def _engine_is_whole(self) -> TritonModel:
         if (self.model is None) != (self.parameters is None):
             raise ValueError("an engine needs both `model` and `parameters`; another model has neither")
+        is_engine = isinstance(self.parameters, TensorRTLLMParameters) and self.parameters.runtime == "engine"
+        backend = "tensorrtllm" if is_engine else "python"
+        if self.backend != backend:
+            raise ValueError(
+                f"backend is {self.backend!r}; only {backend!r} is allowed here (engine 'tensorrt_llm' with runtime "
+                "'engine' is the one that runs in NVIDIA's backend 'tensorrtllm')"
+            )
         return self
 
 
@@ -234,6 +87,7 @@ class TargetRow(Row):
     """One target: `targets/<name>.toml`. `models` goes by Triton model name, `tiers` from cheap to dear.
 
     `ensembles` are Triton models that join others of `models`; all there is to say of one is its config.pbtxt.
+    `gpu` and `container` say where its TensorRT-LLM engines are built and run; without such engines they are left out.
     """
 
     name: Name
@@ -243,6 +97,8 @@ class TargetRow(Row):
     tiers: Annotated[list[TierRow], Field(min_length=1)]
     limits: Limits = Limits()
     cache: CachePolicy | None = None
+    gpu: Gpu | None = None
+    container: Container | None = None
 
     @model_validator(mode="after")
     def _models_fit_together(self) -> TargetRow:
@@ -265,7 +121,29 @@ class TargetRow(Row):
                 f"models: the embedding models must be of one model row, and there must be some "
                 f"(got {', '.join(f'{name}: {row!r}' for name, (row, _) in self.embedders.items()) or 'none'})"
             )
+        has_engines = bool(self.trtllm_engines)
+        if (self.gpu is not None, self.container is not None) != (has_engines, has_engines):
+            raise ValueError("gpu, container: both with engines 'tensorrt_llm', neither without")
         return self
+
+    @property
+    def trtllm_engines(self) -> dict[str, tuple[TritonModel, TensorRTLLMParameters]]:
+        """Settings and parameters of the engines `tensorrt_llm`, by Triton model name."""
+        return {
+            name: (model, model.parameters)
+            for name, model in self.models.items()
+            if isinstance(model.parameters, TensorRTLLMParameters)
+        }
+
+    def source_of(self, name: str) -> str:
+        """The folder of the source repository that the Triton model `name` is rendered from.
+
+        All engines that take token ids have one contract, and so one source, whatever they are called.
+        """
+        if name not in self.engines:
+            return name
+        is_text = name in self.trtllm_engines and self.trtllm_engines[name][1].runtime == "llmapi"
+        return "llm_text" if is_text else "llm_small"
 
     @property
     def engines(self) -> dict[str, tuple[str, EngineParameters]]:
@@ -310,9 +188,14 @@ def load_target(name: str, folder: Path = HERE / "targets") -> TargetRow:
 
 
 def load_models(target: TargetRow, folder: Path = HERE / "models") -> dict[str, AnyModelRow]:
-    """The model rows that `target` uses, by name; raises like `load_target`."""
+    """The model rows that `target` uses, drafting models included, by name; raises like `load_target`."""
     rows: dict[str, AnyModelRow] = {}
-    for name in sorted({model for model, _ in target.engines.values()}):
+    drafts = {
+        parameters.speculation.draft_model
+        for _, parameters in target.trtllm_engines.values()
+        if isinstance(parameters.speculation, DraftTarget)
+    }
+    for name in sorted({model for model, _ in target.engines.values()} | drafts):
         rows[name] = _load_model(target, name, ModelRow, folder)
     return rows | {target.embedder: _load_model(target, target.embedder, EmbedderRow, folder)}
 

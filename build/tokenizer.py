@@ -15,7 +15,7 @@ from gguf import GGUFReader, TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from build.errors import BuildError
-from build.rows import EmbedderRow, ModelRow
+from build.model_rows import EmbedderRow, ModelRow
 
 # How llama.cpp's names of pre-tokenizers read in the `tokenizers` library. "smollm" splits digits one by one
 # and is GPT-2's splitting otherwise (llama.cpp, llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM).
@@ -76,7 +76,7 @@ def read_metadata(gguf: Path) -> dict[str, Any]:
 def check_metadata(fields: Mapping[str, Any], model: ModelRow, file: str) -> None:
     """Raise `BuildError` naming the first number of the model's row that the file contradicts."""
     numbers, ids, family = model.architecture, model.token_ids, model.architecture.family
-    expected: dict[str, str | int | float] = {
+    expected: dict[str, str | int | float | None] = {
         "general.architecture": family,
         f"{family}.block_count": numbers.num_layers,
         f"{family}.embedding_length": numbers.hidden_size,
@@ -125,15 +125,19 @@ def make_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
+def _token(tokenizer: Tokenizer, token_id: int | None) -> str | None:
+    return None if token_id is None else tokenizer.id_to_token(token_id)
+
+
 def _tokenizer_config(tokenizer: Tokenizer, model: ModelRow) -> dict[str, Any]:
     ids = model.token_ids
     return {
         # The class that takes tokenizer.json as it is; GPT2Tokenizer would rebuild the pre-tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.id_to_token(ids.bos),
+        "bos_token": _token(tokenizer, ids.bos),
         "eos_token": tokenizer.id_to_token(ids.end),
         "pad_token": tokenizer.id_to_token(ids.pad),
-        "unk_token": tokenizer.id_to_token(ids.unknown),
+        "unk_token": _token(tokenizer, ids.unknown),
         "model_max_length": model.architecture.context_window,
         # True would eat spaces before punctuation when decoding.
         "clean_up_tokenization_spaces": False,
@@ -156,7 +160,7 @@ def _model_config(model: ModelRow) -> dict[str, Any]:
         "rope_theta": numbers.rope_theta,
         "rms_norm_eps": numbers.rms_norm_eps,
         "hidden_act": "silu",
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": numbers.tie_word_embeddings,
         "bos_token_id": ids.bos,
         "eos_token_id": ids.end,
         "pad_token_id": ids.pad,

@@ -194,6 +194,49 @@ ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("num_output_tokens", "TYPE_INT32"),
 )
 
+# --- text engines ------------------------------------------------------------------------------------------
+
+# The contract of TensorRT-LLM 1.2.1's LLM-API model, in NVIDIA's order: no chat template is applied, and each answer
+# carries the whole text so far. Its metrics come as strings, whatever the types here say.
+TEXT_ENGINE_INPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("text_input", "TYPE_STRING", (-1,), optional=False),
+    TensorSpec("streaming", "TYPE_BOOL"),
+    TensorSpec("sampling_param_best_of", "TYPE_INT32"),
+    TensorSpec("sampling_param_temperature", "TYPE_FP32"),
+    TensorSpec("sampling_param_top_k", "TYPE_INT32"),
+    TensorSpec("sampling_param_top_p", "TYPE_FP32"),
+    TensorSpec("sampling_param_frequency_penalty", "TYPE_FP32"),
+    TensorSpec("sampling_param_presence_penalty", "TYPE_FP32"),
+    TensorSpec("sampling_param_max_tokens", "TYPE_INT32"),
+    TensorSpec("sampling_param_stop", "TYPE_STRING", (-1,)),
+    TensorSpec("sampling_param_seed", "TYPE_UINT64"),
+    TensorSpec("sampling_param_exclude_input_from_output", "TYPE_BOOL"),
+    TensorSpec("sampling_param_return_perf_metrics", "TYPE_BOOL"),
+    TensorSpec("return_finish_reason", "TYPE_BOOL"),
+    TensorSpec("return_stop_reason", "TYPE_BOOL"),
+    TensorSpec("return_cumulative_logprob", "TYPE_BOOL"),
+    TensorSpec("stop", "TYPE_BOOL"),
+)
+
+TEXT_ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("text_output", "TYPE_STRING", (-1,)),
+    TensorSpec("finish_reason", "TYPE_STRING", (-1,)),
+    TensorSpec("stop_reason", "TYPE_STRING", (-1,)),
+    TensorSpec("cumulative_logprob", "TYPE_FP32", (-1,)),
+    TensorSpec("kv_cache_reused_block", "TYPE_INT32", (-1,)),
+    TensorSpec("kv_cache_missed_block", "TYPE_INT32", (-1,)),
+    TensorSpec("kv_cache_alloc_new_blocks", "TYPE_INT32", (-1,)),
+    TensorSpec("kv_cache_alloc_total_blocks", "TYPE_INT32", (-1,)),
+    TensorSpec("kv_cache_hit_rate", "TYPE_FP32", (-1,)),
+    TensorSpec("arrival_time_ns", "TYPE_INT64"),
+    TensorSpec("first_scheduled_time_ns", "TYPE_INT64"),
+    TensorSpec("first_token_time_ns", "TYPE_INT64"),
+    TensorSpec("last_token_time_ns", "TYPE_INT64"),
+    TensorSpec("acceptance_rate", "TYPE_FP32"),
+    TensorSpec("total_accepted_draft_tokens", "TYPE_INT32"),
+    TensorSpec("total_draft_tokens", "TYPE_INT32"),
+)
+
 # --- embedding ---------------------------------------------------------------------------------------------
 
 # The ensemble, and its two parts. All three batch: on the wire each tensor leads with the batch.

