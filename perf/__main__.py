@@ -1,4 +1,4 @@
-"""The command line: `python -m perf overhead|litellm|streams|stagger|cancel|cache-quality`."""
+"""The command line: `python -m perf overhead|litellm|streams|stagger|cancel|cache-quality|cache-lookup`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             embedder = ArtifactEmbedder(find_artifact(options.artifacts, "cpu"))
             table, result = cache_quality(options.pairs, embedder, options.errors)
+        elif options.command == "cache-lookup":
+            from perf.cache_lookup_speed import cache_lookup_speed  # nor Redis
+            from perf.embedder import ArtifactEmbedder
+
+            embedder = ArtifactEmbedder(find_artifact(options.artifacts, "cpu"))
+            table, result = cache_lookup_speed(options.pairs, embedder, options.sizes, options.operations)
         else:
             table, result = cancel(options.artifacts, options.times, options.others)
         publish(table, result, options.json)
@@ -82,6 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     command = add("cache-quality", "wrong and right hits of the semantic cache over pairs of questions")
     command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs_unseen.jsonl"), metavar="FILE")
     command.add_argument("--errors", type=Path, metavar="FILE", help="write the pairs that went wrong to FILE")
+    command = add("cache-lookup", "the semantic cache's lookup by itself, both stores")
+    command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs.jsonl"), metavar="FILE")
+    command.add_argument("--sizes", type=_counts, default=[10, 1000, 100_000], help="numbers of entries")
+    command.add_argument("--operations", type=_count, default=300, help="of each kind")
     return parser
 
 
