@@ -67,6 +67,11 @@ class OverloadedError(ApiError):
     code = "overloaded"
 
 
+class StoreUnavailableError(ApiError):
+    status = 503
+    code = "store_unavailable"
+
+
 class ShuttingDownError(ApiError):
     status = 503
     code = "shutting_down"

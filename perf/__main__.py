@@ -44,6 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table, result = cache_quality(options.pairs, embedder, options.errors)
         elif options.command == "cache-speed":
             table, result = cache_speed(options.entries, options.clients, options.requests)
+        elif options.command == "cache-lookup":
+            from perf.cache_lookup_speed import cache_lookup_speed  # nor Redis
+            from perf.embedder import ArtifactEmbedder
+
+            embedder = ArtifactEmbedder(find_artifact(options.artifacts, "cpu"))
+            table, result = cache_lookup_speed(options.pairs, embedder, options.sizes, options.operations)
         else:
             table, result = cancel(options.artifacts, options.times, options.others)
         publish(table, result, options.json)
@@ -96,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--entries", type=_counts, default=[10, 1000], help="stored answers, such as 10,1000")
     command.add_argument("--clients", type=_counts, default=[1, 16], help="such as 1,16")
     command.add_argument("--requests", type=_count, default=400, help="requests of each kind, over all clients")
+    command = add("cache-lookup", "the semantic cache's lookup by itself, both stores")
+    command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs.jsonl"), metavar="FILE")
+    command.add_argument("--sizes", type=_counts, default=[10, 1000, 100_000], help="numbers of entries")
+    command.add_argument("--operations", type=_count, default=300, help="of each kind")
     return parser
 
 

@@ -75,9 +75,11 @@ class Lookup:
     async def _rejection(self, identity: Identity, entry: Entry, similarity: float) -> str | None:
         if similarity < self.threshold:
             return "threshold"
-        if await self.store.is_blocked(identity, entry):
-            return "blocked"
-        return self.guard(entry.identity.question or "", identity.question or "")
+        guard = self.guard(entry.identity.question or "", identity.question or "")
+        if guard is not None:
+            return guard
+        # Last, because a remote store is asked: few pairs come this far.
+        return "blocked" if await self.store.is_blocked(identity, entry) else None
 
     async def _hit(self, kind: Literal["exact", "semantic"], entry: Entry, similarity: float) -> Outcome:
         await self.store.touch(entry)

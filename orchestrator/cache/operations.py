@@ -8,8 +8,8 @@ from typing import TypeVar
 from pydantic import Field, ValidationError
 
 from orchestrator.cache.stage import AnswerCache
-from orchestrator.cache.store import Selection
-from orchestrator.errors import InvalidRequestError
+from orchestrator.cache.store import Selection, StoreError
+from orchestrator.errors import InvalidRequestError, StoreUnavailableError
 from orchestrator.request import Strict, check_size, explain
 
 StrictT = TypeVar("StrictT", bound=Strict)
@@ -35,10 +35,18 @@ class Invalidation(Strict):
 async def operate(cache: AnswerCache | None, operation: str, body: bytes) -> str:
     """Do `operation` ("wrong" or "invalidate"); returns its outcome as JSON.
 
-    Raises `InvalidRequestError` for an operation or a body that is not allowed, and where there is no cache.
+    Raises `InvalidRequestError` for an operation or a body that is not allowed, and where there is no cache;
+    `StoreUnavailableError` when it may not be done.
     """
     if cache is None:
         raise InvalidRequestError("the cache is off here; a table [cache] in the target's row turns it on")
+    try:
+        return await _operate(cache, operation, body)
+    except StoreError as error:
+        raise StoreUnavailableError(f"the cache's store: {error}; try again later") from error
+
+
+async def _operate(cache: AnswerCache, operation: str, body: bytes) -> str:
     if operation == "wrong":
         answer_id = _parse(body, WrongHit).id
         if not await cache.mark_wrong(answer_id.removeprefix("chatcmpl-")):

@@ -32,7 +32,7 @@ class Entry:
     identity: Identity
     answer: bytes
     model: str
-    vector: Vector | None  # of unit length; None: only found by its exact key
+    vector: Vector | None = field(compare=False)  # of unit length; None: only found by its exact key
     stored_s: float
     expires_s: float
 
@@ -48,6 +48,13 @@ class Near(NamedTuple):
 
     entry: Entry
     similarity: float
+
+
+class Size(NamedTuple):
+    """What a store holds; `num_bytes` as `Entry.num_bytes` counts them."""
+
+    num_entries: int
+    num_bytes: int
 
 
 class Invalidated(NamedTuple):
@@ -81,8 +88,15 @@ class Selection:
         )
 
 
+class StoreError(Exception):
+    """The store could not do what an operator asked of it; the text says why."""
+
+
 class Store(Protocol):
-    """What a cache keeps its entries in."""
+    """What a cache keeps its entries in. `clock` gives the seconds that its entries' times are of."""
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
 
     async def get(self, identity: Identity) -> Entry | None: ...
 
@@ -101,6 +115,11 @@ class Store(Protocol):
         """Evict the entry, and never serve its question's answer to `asked` again."""
 
     async def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated: ...
+
+    async def size(self) -> Size | None:
+        """None if nobody can say now."""
+
+    async def close(self) -> None: ...
 
 
 @dataclass
@@ -166,6 +185,12 @@ class MemoryStore:
             for entry in chosen:
                 self._remove(entry)
         return Invalidated(len(chosen), sum(entry.num_bytes for entry in chosen))
+
+    async def size(self) -> Size:
+        return Size(len(self._entries), self.num_bytes)
+
+    async def close(self) -> None:
+        pass
 
     def _if_live(self, entry: Entry) -> Entry | None:
         if self.clock() < entry.expires_s:

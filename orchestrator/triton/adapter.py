@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import threading
-import time
+from collections import Counter
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import uvloop
 from orchestrator import contracts
 from orchestrator.cache.lookup import Lookup
 from orchestrator.cache.stage import AnswerCache
-from orchestrator.cache.store import MemoryStore
+from orchestrator.cache.stores import create_store
 from orchestrator.call import Call
 from orchestrator.cloud import create_cloud_client
 from orchestrator.config import load_tiers
@@ -53,10 +53,11 @@ class OrchestratorModel:
         self._engines = GrpcEngineClient(url)
         self._cloud = create_cloud_client(tiers.tier, os.environ)
         self._embedder = self._metrics = self._store = cache = None
+        self._store_errors: Counter[str] = Counter()
         if tiers.cache is not None:
             self._embedder, self._metrics = GrpcEmbedder(root, url), CacheMetrics()
-            self._store = MemoryStore(tiers.cache.max_bytes)
-            cache = AnswerCache(tiers.cache, Lookup(self._store, time.monotonic), self._embedder, self._metrics)
+            self._store = create_store(tiers.cache.max_bytes, os.environ, self._store_errors)
+            cache = AnswerCache(tiers.cache, Lookup(self._store, self._store.clock), self._embedder, self._metrics)
         self._pipeline = Pipeline(tiers, root, self._engines, self._cloud, cache=cache)
         self._watcher = CancellationWatcher(
             CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(contracts.ORCHESTRATOR_MODEL).set
@@ -140,6 +141,8 @@ class OrchestratorModel:
         await asyncio.wrap_future(self._publishing)
         if self._embedder is not None:
             await self._embedder.close()
+        if self._store is not None:
+            await self._store.close()
         await self._engines.close()
         if self._cloud is not None:
             await self._cloud.close()
@@ -147,7 +150,7 @@ class OrchestratorModel:
     async def _publish_metrics(self) -> None:
         """In a thread: each number is a round trip to the server's process."""
         while self._metrics is not None and self._store is not None and not self._is_finished.is_set():
-            await asyncio.to_thread(self._metrics.publish, self._store.num_bytes, len(self._store))
+            await asyncio.to_thread(self._metrics.publish, await self._store.size(), self._store_errors)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._is_finished.wait(), METRICS_PERIOD_S)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+
+from orchestrator.cache.store import Size
 
 
 class ModelGauge:
@@ -45,17 +48,17 @@ class CacheMetrics:
         self._families = {
             "cache": family("rt_cache_answers_total", "Requests by what the cache had for them, as rt.cache says it"),
             "guard": family("rt_cache_guard_rejections_total", "Nearest stored questions that a guard held back"),
-            "store": family("rt_cache_store_errors_total", "What the cache's store failed to do"),
+            "kind": family("rt_cache_store_errors_total", "What the cache's store failed to do"),
         }
         self._metrics: dict[tuple[str, str], Any] = {}
         for kind in ("exact", "semantic", "miss", "bypass"):
             self._counted["cache", kind] = 0
-        self._counted["store", ""] = 0
+        self._counted["kind", "failed"] = 0
         self._gauges = [
             family("rt_cache_stored_bytes", "Bytes of stored answers", is_gauge=True),
             family("rt_cache_stored_entries", "Stored answers", is_gauge=True),
         ]
-        self._told_sizes: tuple[int, int] | None = None
+        self._told_size: Size | None = None
         self._sizes = [gauge.Metric(labels={}) for gauge in self._gauges]
 
     def count_answer(self, kind: str) -> None:
@@ -65,21 +68,22 @@ class CacheMetrics:
         self._counted["guard", guard] += 1
 
     def count_store_error(self) -> None:
-        self._counted["store", ""] += 1
+        self._counted["kind", "failed"] += 1
 
-    def publish(self, num_bytes: int, num_entries: int) -> None:
-        """Not for several threads at once."""
+    def publish(self, size: Size | None, store_errors: Mapping[str, int]) -> None:
+        """`store_errors` are the store's own counts, by kind; without `size` the last one stays. Not for several
+        threads at once."""
+        for kind, number in list(store_errors.items()):
+            self._counted["kind", kind] = number
         for key, value in list(self._counted.items()):
             metric = self._metrics.get(key)
             if metric is None:
                 label, label_value = key
-                labels = {label: label_value} if label_value else {}
-                metric = self._metrics[key] = self._families[label].Metric(labels=labels)
+                metric = self._metrics[key] = self._families[label].Metric(labels={label: label_value})
             if value > self._told[key]:
                 metric.increment(value - self._told[key])
                 self._told[key] = value
-        sizes = (num_bytes, num_entries)
-        if sizes != self._told_sizes:
-            for metric, size in zip(self._sizes, sizes):
-                metric.set(size)
-            self._told_sizes = sizes
+        if size is not None and size != self._told_size:
+            for metric, number in zip(self._sizes, (size.num_bytes, size.num_entries)):
+                metric.set(number)
+            self._told_size = size

@@ -329,7 +329,7 @@ def test_metrics(stack: Stack, http: httpx.Client) -> None:
     assert sum_of(stack, "rt_cache_guard_rejections_total") == rejected + 1
     wait_for(lambda: read("rt_cache_stored_entries") == 2)
     assert read("rt_cache_stored_bytes") > 2000
-    assert "rt_cache_store_errors_total 0" in stack.get("/metrics").text
+    assert 'rt_cache_store_errors_total{kind="failed"} 0' in stack.get("/metrics").text
 
 
 def sum_of(stack: Stack, name: str) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from orchestrator.cache.store import Size
 from orchestrator.triton.metrics import CacheMetrics
 
 
 def test_what_was_counted_is_told_once() -> None:
     metrics = CacheMetrics()
-    metrics.publish(0, 0)
+    metrics.publish(Size(0, 0), {})
     answers = metrics._families["cache"].metrics
     assert {kind: metric.value for kind, metric in answers.items()} == dict.fromkeys(
         ("exact", "semantic", "miss", "bypass"), 0
@@ -17,10 +18,13 @@ def test_what_was_counted_is_told_once() -> None:
     metrics.count_rejection("number")
     metrics.count_store_error()
     for _ in range(2):
-        metrics.publish(70, 2)
+        metrics.publish(Size(2, 70), {"timeout": 3})
     metrics.count_answer("exact")
-    metrics.publish(70, 2)
+    metrics.publish(None, {"timeout": 3})
     assert (answers["exact"].value, answers["miss"].value, answers["semantic"].value) == (3, 1, 0)
     assert metrics._families["guard"].metrics["number"].value == 1
-    assert metrics._families["store"].metrics[""].value == 1
+    assert {kind: metric.value for kind, metric in metrics._families["kind"].metrics.items()} == {
+        "failed": 1,
+        "timeout": 3,
+    }
     assert [size.value for size in metrics._sizes] == [70, 2]

@@ -1,15 +1,14 @@
-"""The in-process store: what stays, for how long, and what leaves first."""
+"""Both stores: what stays, for how long, and what leaves first; and the in-process index."""
 
 from __future__ import annotations
 
-from asyncio import run
-
 import numpy as np
 import pytest
+from cache_stores import MakeStore, run
 
 from orchestrator.cache.index import GRAPH_FROM, VectorIndex
 from orchestrator.cache.key import Identity
-from orchestrator.cache.store import Entry, Invalidated, MemoryStore, Selection, Vector
+from orchestrator.cache.store import Entry, Invalidated, Selection, Size, Store, Vector
 
 
 class Clock:
@@ -34,23 +33,29 @@ def entry(name: str, *, ttl_s: float = 10.0, stored_s: float = 0.0, answer: byte
     return Entry(identity, answer, fields.get("model", "llm_small"), unit(1, len(name)), stored_s, stored_s + ttl_s)
 
 
-def test_a_hit_does_not_extend_an_end() -> None:
+def count(store: Store) -> int:
+    size = run(store.size())
+    assert size is not None
+    return size.num_entries
+
+
+def test_a_hit_does_not_extend_an_end(make_store: MakeStore) -> None:
     clock = Clock()
-    store = MemoryStore(1 << 20, clock=clock)
+    store = make_store(clock=clock)
     kept = entry("a", ttl_s=2.0)
     run(store.put(kept))
     for now_s in (0.5, 1.0, 1.5, 1.99):  # a hit every half second does not keep it
         clock.now_s = now_s
-        assert run(store.get(kept.identity)) is kept
+        assert run(store.get(kept.identity)) == kept
         run(store.touch(kept))
     clock.now_s = 2.0
     assert run(store.get(kept.identity)) is None
-    assert (len(store), store.num_bytes) == (0, 0)
+    assert run(store.size()) == Size(0, 0)
 
 
-def test_what_has_ended_is_not_near() -> None:
+def test_what_has_ended_is_not_near(make_store: MakeStore) -> None:
     clock = Clock()
-    store = MemoryStore(1 << 20, clock=clock)
+    store = make_store(clock=clock)
     kept = entry("a", ttl_s=2.0)
     run(store.put(kept))
     assert kept.vector is not None
@@ -59,32 +64,32 @@ def test_what_has_ended_is_not_near() -> None:
     assert run(store.nearest(kept.identity, kept.vector, 1)) == []
 
 
-def test_least_recently_used_leaves_first() -> None:
+def test_least_recently_used_leaves_first(make_store: MakeStore) -> None:
     entries = [entry(name, answer=b"x" * 1000) for name in ("a", "b", "c", "d")]
-    store = MemoryStore(3 * entries[0].num_bytes, clock=Clock())
+    store = make_store(3 * entries[0].num_bytes, clock=Clock())
     for each in entries[:3]:
         run(store.put(each))
     run(store.touch(entries[0]))
     run(store.put(entries[3]))
     assert [run(store.get(each.identity)) is not None for each in entries] == [True, False, True, True]
-    assert store.num_bytes == 3 * entries[0].num_bytes
+    assert run(store.size()) == Size(3, 3 * entries[0].num_bytes)
 
 
-def test_what_is_too_large_is_not_stored_and_nothing_leaves_for_it() -> None:
+def test_what_is_too_large_is_not_stored_and_nothing_leaves_for_it(make_store: MakeStore) -> None:
     small = entry("a")
-    store = MemoryStore(2 * small.num_bytes, clock=Clock())
+    store = make_store(2 * small.num_bytes, clock=Clock())
     run(store.put(small))
     run(store.put(entry("b", answer=b"x" * 10_000)))
-    assert len(store) == 1
+    assert count(store) == 1
 
 
-def test_a_key_is_stored_once() -> None:
-    store = MemoryStore(1 << 20, clock=Clock())
+def test_a_key_is_stored_once(make_store: MakeStore) -> None:
+    store = make_store(clock=Clock())
     run(store.put(entry("a", answer=b"old")))
     run(store.put(entry("a", answer=b"newer")))
     found = run(store.get(entry("a").identity))
     assert found is not None and found.answer == b"newer"
-    assert store.num_bytes == found.num_bytes
+    assert run(store.size()) == Size(1, found.num_bytes)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +103,9 @@ def test_a_key_is_stored_once() -> None:
         (Selection(everything=True), {"a", "b", "c", "d"}),
     ],
 )
-def test_invalidation(selection: Selection, names: set[str]) -> None:
+def test_invalidation(make_store: MakeStore, selection: Selection, names: set[str]) -> None:
     clock = Clock()
-    store = MemoryStore(1 << 20, clock=clock)
+    store = make_store(clock=clock)
     clock.now_s = 6.0
     entries = [
         entry("a", stored_s=0.0),
@@ -113,7 +118,7 @@ def test_invalidation(selection: Selection, names: set[str]) -> None:
     chosen = [each for each in entries if each.identity.exact_key in names]
     expected = Invalidated(len(names), sum(each.num_bytes for each in chosen))
     assert run(store.invalidate(selection, dry_run=True)) == expected
-    assert len(store) == 4
+    assert count(store) == 4
     assert run(store.invalidate(selection, dry_run=False)) == expected
     assert {each.identity.exact_key for each in entries if run(store.get(each.identity))} == set("abcd") - names
 
@@ -124,8 +129,8 @@ def test_a_selection_says_what_it_selects(fields: dict[str, object]) -> None:
         Selection(**fields)  # type: ignore[arg-type]
 
 
-def test_a_wrong_answer_is_evicted_and_the_pair_blocked() -> None:
-    store = MemoryStore(1 << 20, clock=Clock())
+def test_a_wrong_answer_is_evicted_and_the_pair_blocked(make_store: MakeStore) -> None:
+    store = make_store(clock=Clock())
     stored, asked, other = entry("a"), entry("b").identity, entry("c").identity
     run(store.put(stored))
     run(store.mark_wrong(asked, stored))
@@ -135,16 +140,16 @@ def test_a_wrong_answer_is_evicted_and_the_pair_blocked() -> None:
     assert not run(store.is_blocked(other, stored))
 
 
-def test_blocked_pairs_are_bounded() -> None:
-    store = MemoryStore(1 << 20, max_blocked=2, clock=Clock())
+def test_blocked_pairs_are_bounded(make_store: MakeStore) -> None:
+    store = make_store(max_blocked=2, clock=Clock())
     stored = entry("a")
     for name in ("b", "c", "d"):
         run(store.mark_wrong(entry(name).identity, stored))
     assert [run(store.is_blocked(entry(name).identity, stored)) for name in ("b", "c", "d")] == [False, True, True]
 
 
-def test_partitions_do_not_see_each_other() -> None:
-    store = MemoryStore(1 << 20, clock=Clock())
+def test_partitions_do_not_see_each_other(make_store: MakeStore) -> None:
+    store = make_store(clock=Clock())
     stored = entry("a", partition="p1")
     run(store.put(stored))
     assert run(store.nearest(entry("a", partition="p2").identity, unit(1, 1), 8)) == []
@@ -156,6 +161,7 @@ def test_graph_finds_what_comparing_all_finds() -> None:
     index = VectorIndex(16)
     for number, row in enumerate(rows):
         index.add(str(number), row)
+    assert index._places is None, "the graph has all"
     removed = {str(number) for number in range(0, len(rows), 7)}
     for key in sorted(removed):
         index.remove(key)
@@ -180,3 +186,25 @@ def test_removing_keeps_the_other_rows() -> None:
     with pytest.raises(ValueError, match="key: '1' is in the index"):
         index.add("1", unit(1, 1))
     assert VectorIndex(2).nearest(unit(1, 1), 3) == []
+
+
+def test_what_comes_and_goes_while_the_graph_is_built_is_found() -> None:
+    rows = np.random.default_rng(5).normal(size=(GRAPH_FROM + 400, 16)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    index = VectorIndex(16)
+    left: set[int] = set()
+    for number, row in enumerate(rows):
+        index.add(str(number), row)
+        left.add(number)
+        if number > GRAPH_FROM and number % 3 == 0:
+            for gone in (number - 1, number - GRAPH_FROM):  # not in the graph yet, and in it
+                index.remove(str(gone))
+                left.remove(gone)
+            assert index.nearest(row, 1)[0][0] == str(number)
+            assert len(index) == len(left)
+    assert index._places is None
+    found = [int(key) for row in rows for key, _ in index.nearest(row, 1)]
+    assert set(found) <= left
+    assert sum(number in left and found[number] == number for number in range(len(rows))) >= 0.97 * len(left)
+    with pytest.raises(KeyError):
+        index.remove("never")

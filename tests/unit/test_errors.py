@@ -14,6 +14,7 @@ ALL = (
     (errors.ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
     (errors.RequestTooLargeError, 413, "invalid_request_error", "request_too_large"),
     (errors.OverloadedError, 503, "server_error", "overloaded"),
+    (errors.StoreUnavailableError, 503, "server_error", "store_unavailable"),
     (errors.ShuttingDownError, 503, "server_error", "shutting_down"),
     (errors.NotCachedError, 504, "invalid_request_error", "not_cached"),
     (errors.CancelledError, 499, "cancelled", "cancelled"),
