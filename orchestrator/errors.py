@@ -110,6 +110,7 @@ _BY_CODE: dict[str, type[ApiError]] = {
         ModelNotFoundError,
         RequestTooLargeError,
         OverloadedError,
+        StoreUnavailableError,
         ShuttingDownError,
         NotCachedError,
         CancelledError,

@@ -15,11 +15,11 @@ from itertools import combinations
 from orchestrator.cache.chinese import read_chinese
 from orchestrator.cache.languages import guess_language
 from orchestrator.cache.lexicon import Lexicon, load_lexicon, words
-from orchestrator.cache.reading import Reading, Token, read_question
+from orchestrator.cache.reading import ADVERBS, Reading, Token, read_question
 from orchestrator.cache.typos import mend
 
 # Kinds that a question without any word of asking may stand for: "capital of France?", "reset iphone password".
-_NONE_LIKE = {"what", "how", "command"}
+_NONE_LIKE = {"what", "how", "howmuch", "command"}
 # Orders to do something, whose answer is the thing itself and no instruction.
 _DOING = words(
     """
@@ -74,7 +74,8 @@ def rejecting_guard(cached: str, asked: str) -> str | None:
     language = one.language if one.certain else other.language
     if language != "zh":
         lexicon = load_lexicon(language)
-        cached, asked = mend(cached, asked, lexicon), mend(asked, cached, lexicon)
+        asked = mend(asked, cached, lexicon)
+        cached = mend(cached, asked, lexicon)  # of what is mended: else two unknown words change places
     return compare(read(cached, language), read(asked, language))
 
 
@@ -127,11 +128,11 @@ def _align(
         return "number"
     pairs: list[tuple[int, int, Token, Token]] = []
     left = set(range(len(asked)))
-    unmatched: list[Token] = []
+    alone: tuple[list[Token], list[Token]] = [], []
     for index, token in enumerate(cached):
         candidates = [place for place in range(len(asked)) if matches(token, asked[place], lexicon, fold)]
         if not candidates:
-            unmatched.append(token)
+            alone[0].append(token)
             continue
         best = min(
             candidates, key=lambda place: (place not in left, asked[place].text != token.text, abs(place - index))
@@ -140,8 +141,11 @@ def _align(
         pairs.append((index, best, token, asked[best]))
     for place in sorted(left):
         if not any(matches(token, asked[place], lexicon, fold) for token in cached):
-            unmatched.append(asked[place])
-    return _label(unmatched) if unmatched else pairs
+            alone[1].append(asked[place])
+    # A soft word may be missing; one that stands where the other question has another word may not.
+    if not pairs or all(alone) or any(not token.bases & lexicon.soft for token in (*alone[0], *alone[1])):
+        return _label([*alone[0], *alone[1]]) if any(alone) else pairs
+    return pairs
 
 
 def _compare_in_order(cached: Sequence[Token], asked: Sequence[Token]) -> str | None:
@@ -212,9 +216,20 @@ def _check_roles(pairs: list[tuple[int, int, Token, Token]]) -> str | None:
             continue
         if cached.part != later_cached.part or asked.part != later_asked.part:
             continue
+        if cached.role == later_cached.role == asked.role == later_asked.role == "between":
+            continue
+        if _is_adverbial(cached, asked) or _is_adverbial(later_cached, later_asked):
+            continue
         keep_roles = cached.role == asked.role and later_cached.role == later_asked.role
-        if keep_roles and cached.is_verb != later_cached.is_verb and asked.is_verb != later_asked.is_verb:
+        if _is_participle_once(cached, asked) and _is_participle_once(later_cached, later_asked):
+            return "order"  # "print a copied page", "copy a printed page"
+        if keep_roles and _is_deed(cached, asked) != _is_deed(later_cached, later_asked):
             continue  # "open an account", "account opening"
+        if abs(at - later_at) == abs(there - later_there) == 1 and (
+            (_is_participle(cached, asked) and not (later_cached.is_verb or later_asked.is_verb))
+            or (_is_participle(later_cached, later_asked) and not (cached.is_verb or asked.is_verb))
+        ):
+            continue  # "a cancelled flight", "my flight was cancelled"
         if _is_list(at, later_at, later_cached if at < later_at else cached) and _is_list(
             there, later_there, later_asked if there < later_there else asked
         ):
@@ -222,6 +237,24 @@ def _check_roles(pairs: list[tuple[int, int, Token, Token]]) -> str | None:
         if not _moved_with_role(cached, asked, later_cached, later_asked):
             return "order"
     return None
+
+
+def _is_deed(one: Token, other: Token) -> bool:
+    """Whether the two name what is done, by a verb at least on one side: "cancel", "cancellation"."""
+    return (one.is_verb and other.is_verb) or ((one.is_verb or other.is_verb) and not one.bases & other.bases)
+
+
+def _is_participle(one: Token, other: Token) -> bool:
+    return one.text == other.text and one.is_verb and one.text.endswith(("ed", "en"))
+
+
+def _is_participle_once(one: Token, other: Token) -> bool:
+    return one.text.endswith("ed") != other.text.endswith("ed")
+
+
+def _is_adverbial(one: Token, other: Token) -> bool:
+    """Whether the two say when or how often: nothing else in a question can take their place."""
+    return one.text.startswith("per_") or other.text.startswith("per_") or one.text in ADVERBS
 
 
 def _is_list(place: int, other_place: int, later: Token) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NamedTuple
 
 # Words that stand in most questions of a language and in few of the others.
 _COMMON = {
     "en": """
-        the what how is are do does can i my to of in and for which who when why where should an with it please
+        the what how is are do does can i my to of in and for which who when why where should an with it please was
+        were by about from have has not this that be get need want there you your would could did any
         """,
     "es": """
         el la los las qué que cómo como es son puedo mi de del en y para cuál cual quién dónde por un una con cuánto
@@ -35,6 +37,7 @@ class Guess(NamedTuple):
     certain: bool
 
 
+@functools.lru_cache(maxsize=4096)
 def guess_language(text: str) -> Guess:
     """The language of `text`: en, es, de, fr or zh; None for one that the guards have no lexicon of."""
     letters = [letter for letter in text if letter.isalpha()]

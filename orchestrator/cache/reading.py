@@ -60,7 +60,8 @@ _CLAUSE_ROLES = words_of(
 )
 # Behind them a phrase begins that no preposition governs any more.
 _COPULAS = words_of("is are was were do does did ist sind war es son est sont")
-_ADVERBS = words_of(
+_LIGHT_VERBS = words_of("be do have get go")
+ADVERBS = words_of(
     "today tomorrow yesterday tonight now hoy ahora mañana ayer heute jetzt gestern maintenant demain hier"
 )
 _GERMAN_MOST = re.compile(r"\w{3,}st(?:e|en|er|es|em)")
@@ -114,16 +115,33 @@ def read_question(text: str, language: str) -> Reading:
     kinds: list[str] = []
     tenses: set[str] = set()
     tokens: list[Token] = []
+    said: set[str] = set()
     for part, (clause, asks) in enumerate(_clauses(lowered, lexicon)):
         kind, rest = _frame(clause, lexicon) if asks else ("none", clause)
         if part and kind != "none" and not list(_tokens(_words(rest), lexicon, names, part)):
             if kinds == ["none"]:
                 kinds[0] = kind  # "I want to open an account. How?"
             continue
+        if not asks:
+            # "I want to open an account, how?" and "how do I open an account" are about the same.
+            stated, without = _frame(clause, lexicon)
+            rest = without if stated == "how" else clause
         words = _words(clause)
         tenses |= {lexicon.tenses[word] for word in words if word in lexicon.tenses}
         own = list(_tokens(_words(rest), lexicon, names, part))
-        if kind == "none" and own and own[0].is_verb and own[0].role == "" and part == 0:
+        if part and kind != "none" and kinds in (["none"], [kind]) and {token.text for token in own} <= said:
+            kinds[0] = kind  # "TCP or UDP: what is the difference?"
+            continue
+        said |= {token.text for token in own}
+        if (
+            kind == "none"
+            and asks
+            and own
+            and own[0].is_verb
+            and own[0].role == ""
+            and part == 0
+            and own[0].text[-1] != "s"
+        ):
             kind = "command"
         if kind != "none" or own:
             kinds.append(kind)
@@ -183,7 +201,7 @@ def _split(clause: str, lexicon: Lexicon) -> Iterator[tuple[str, bool]]:
     if subordinate or _frame(clause, lexicon)[0] == "none":
         for found in lexicon.asking.finditer(clause):
             head, tail = clause[: found.start()].strip(" ,:"), _strip(clause[found.start() :], lexicon)
-            if not head or _frame(f"{tail} ", lexicon)[0] == "none":
+            if head in ("", "i", "we") or _frame(f"{tail} ", lexicon)[0] == "none":
                 continue
             if subordinate and "," not in clause[: found.start()]:
                 continue
@@ -203,7 +221,11 @@ def _without_polite_head(clause: str, lexicon: Lexicon) -> str:
         head, tail = clause[: found.start()], clause[found.start() :]
         if _INTERROGATIVE.search(head):
             break
-        if head.strip(" ,:") and _is_polite(head, lexicon) and _frame(tail, lexicon)[0] != "none":
+        if (
+            head.strip(" ,:") not in ("", "i", "we")
+            and _is_polite(head, lexicon)
+            and _frame(tail, lexicon)[0] != "none"
+        ):
             return _strip(tail, lexicon)
     return clause
 
@@ -278,14 +300,16 @@ def _tokens(words: list[str], lexicon: Lexicon, names: frozenset[str], part: int
         ):
             words[position : position + 1] = word.split("-")
             continue
-        if word.startswith("#") or word in lexicon.numbers or word[0].isdigit():
+        if word.startswith("#") or word in lexicon.numbers or (word[0].isdigit() and (word,) not in lexicon.groups):
             number = lexicon.numbers.get(word, word)
             yield Token(number, frozenset((number,)), frozenset(), role, "", True, False, False, "number", part, joins)
             joins = False
         elif word in lexicon.strong:
             following = words[position + 1] if position + 1 < len(words) else ""
             if word == "to" and lexicon.language == "en":
-                is_infinitive = following not in lexicon.drop and lexicon.word(following).usage == "verb"
+                is_infinitive = following in _LIGHT_VERBS or (
+                    following not in lexicon.drop and lexicon.word(following).usage == "verb"
+                )
                 role = "" if is_infinitive else "to"
             else:
                 role = _SAME_ROLE.get(word, word)
@@ -308,7 +332,7 @@ def _tokens(words: list[str], lexicon: Lexicon, names: frozenset[str], part: int
             position += 1
             continue
         else:
-            if word in _ADVERBS:
+            if word in ADVERBS:
                 role = ""
             base, own_grade = lexicon.graded.get(word, (word, ""))
             bases = lexicon.bases(base)

@@ -4,40 +4,122 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Literal
 
 from orchestrator.cache.lexicon import Lexicon, words
 
 _WORD = re.compile(r"(?<![\w'@./-])[^\W\d_]{2,}(?![\w'@/-])")
 # The words that ask: without them a question has no kind. They are looked for also where the other question has none.
-_ASKING = words("what how where when which who why does can should please could would difference many much")
+_ASKING = words("what how where when which who why does can should please could would difference many much the")
+
+# Words that are written for each other, and are words.
+_CONFUSED: dict[str, frozenset[str]] = {
+    word: frozenset(group.split()) - {word}
+    for group in (
+        "by buy bye",
+        "write right",
+        "from form",
+        "there their",
+        "your youre",
+        "lose loose",
+        "than then",
+        "break brake",
+        "weather whether",
+        "piece peace",
+        "advice advise",
+        "quiet quite",
+        "where were wear",
+        "hear here",
+        "week weak",
+        "meat meet",
+        "dessert desert",
+        "rest reset",
+        "filing filling",
+        "customer costumer",
+        "angel angle",
+        "of off",
+        "mail male",
+        "sale sail",
+        "principal principle",
+        "stationary stationery",
+        "which witch",
+        "site sight cite",
+    )
+    for word in group.split()
+}
+# Letters that sound alike in Spanish, German or French.
+_SOUNDS = str.maketrans("áàâäéèêëíìîïóòôöúùûüñçczvykm", "aaaaeeeeiiiioooouuuunsssbicn", "h")
+_ES = ("ses", "xes", "zes", "ches", "shes", "oes", "ies")
 
 
 def mend(text: str, other: str, lexicon: Lexicon) -> str:
     """`text` with each word that is none replaced by the nearest word of `other`, if that is near enough."""
-    candidates: frozenset[str] | None = None
-    for word in _WORD.findall(text):
-        wrong = word.lower()
-        if _is_known(wrong, lexicon) and not (
-            len(wrong) <= 3 and word == wrong and lexicon.word(wrong).usage == "rare"  # "si", "ot", "hte"
-        ):
+    theirs = frozenset(word.lower() for word in _WORD.findall(other))
+    text = _close_compounds(text, theirs)
+    own = frozenset(word.lower() for word in _WORD.findall(text))
+    for found in _WORD.finditer(text):
+        word, wrong = found[0], found[0].lower()
+        if wrong in theirs:
             continue
-        if candidates is None:
-            candidates = frozenset(each.lower() for each in _WORD.findall(other))
-        if wrong in candidates or wrong in _little_words(lexicon):
+        if lexicon.language == "en" and wrong in _CONFUSED:
+            candidates = _CONFUSED[wrong] & theirs - own
+            if candidates:
+                text = _replace(text, word, min(candidates))
+                continue
+        doubt = _doubt(word, is_first=found.start() == 0, lexicon=lexicon)
+        if doubt == "none" or wrong in _little_words(lexicon):
             continue
-        found = [each for each in candidates if is_typo(word, each, lexicon)]
-        if not found and lexicon.language == "en":
-            found = [each for each in _ASKING if is_typo(word, each, lexicon)]
-        if found:
-            right = min(found, key=lambda each: (edit_distance(wrong, each), each))
-            text = re.sub(rf"\b{re.escape(word)}\b", right, text)
+        near = [each for each in theirs if is_typo(word, each, lexicon)]
+        if doubt == "slip":
+            near = [each for each in near if _is_slip(wrong, each)]
+        elif not near and lexicon.language == "en":
+            near = [each for each in _ASKING if is_typo(word, each, lexicon)]
+        if near:
+            right = min(
+                near, key=lambda each: (edit_distance(wrong, each), each in own, not _is_slip(wrong, each), each)
+            )
+            text = _replace(text, word, right)
     return text
+
+
+def _replace(text: str, word: str, right: str) -> str:
+    return re.sub(rf"(?<![\w']){re.escape(word)}(?![\w'])", right, text)
+
+
+def _close_compounds(text: str, theirs: frozenset[str]) -> str:
+    """ "screen shot" becomes "screenshot" where the other question writes it so."""
+    for one, other in zip(_WORD.findall(text), _WORD.findall(text)[1:]):
+        if (one + other).lower() in theirs and len(one) > 1 and len(other) > 1:
+            text = re.sub(rf"\b{re.escape(one)}[ -]{re.escape(other)}\b", one + other, text)
+    return text
+
+
+def _doubt(word: str, *, is_first: bool, lexicon: Lexicon) -> Literal["none", "slip", "all"]:
+    """What `word` may be: no typing error; one if letters only slipped, being a word of sorts; or any."""
+    wrong = word.lower()
+    if not _is_known(wrong, lexicon):
+        return "all"
+    if lexicon.language != "en" or (wrong,) in lexicon.groups or wrong in lexicon.polite:
+        return "none"
+    usage = lexicon.word(wrong).usage
+    if usage == "rare" and word == wrong:
+        return "all" if len(wrong) <= 3 else "slip"  # "si", "hte"; "aborad" is a word as well
+    if usage == "name" and (word == wrong or is_first):
+        return "slip"  # "my oder"
+    # "boling" would be a form of "bole".
+    is_form = usage == "unknown" and wrong not in lexicon.irregular and wrong.endswith(("ed", "ing"))
+    is_verb = any(lexicon.word(base).usage == "verb" for base in lexicon.bases(wrong))
+    return "slip" if is_form and not is_verb else "none"
 
 
 def _is_known(word: str, lexicon: Lexicon) -> bool:
     if (word,) in lexicon.groups or word in _little_words(lexicon) or word in lexicon.polite:
         return True
-    return lexicon.language == "en" and (lexicon.bases(word) != {word} or lexicon.word(word).usage != "unknown")
+    if lexicon.language != "en":
+        return False
+    # "doees" is no form of "doe": only these endings take "es".
+    inflected = word in lexicon.irregular or not word.endswith("es") or word.endswith(_ES) or word[:-1] in lexicon.words
+    return lexicon.word(word).usage != "unknown" or (inflected and lexicon.bases(word) != {word})
 
 
 @functools.lru_cache(maxsize=8)
@@ -54,7 +136,8 @@ def is_typo(wrong: str, right: str, lexicon: Lexicon) -> bool:
     lowered = wrong.lower()
     is_swap = len(lowered) == len(right) and sorted(lowered) == sorted(right)
     if lowered[0] != right[0] and not is_swap:
-        return False
+        # "nife", "creenshot"
+        return right[1:] == lowered and len(lowered) >= 4 and lexicon.word(right).usage in ("verb", "common")
     distance = edit_distance(lowered, right)
     shorter = min(len(lowered), len(right))
     # A letter too many, too few or two in the wrong order; another letter may be another word.
@@ -63,11 +146,20 @@ def is_typo(wrong: str, right: str, lexicon: Lexicon) -> bool:
         return is_slip or (distance == 1 and shorter >= 4)
     if lexicon.language != "en":
         # Not at the end, where words are inflected, unless letters are only swapped.
-        return is_slip and shorter >= 5 and (is_swap or (shorter >= 6 and lowered[-2:] == right[-2:]))
+        if is_slip and shorter >= 5 and (is_swap or lowered[-2:] == right[-2:]):
+            return True
+        return shorter >= 6 and lowered.translate(_SOUNDS) == right.translate(_SOUNDS)
     usages = {lexicon.word(base).usage for base in lexicon.bases(right)}
     if usages & {"verb", "common", "rare"} and not wrong[0].isupper():
         return is_slip if shorter <= 3 else distance <= (2 if max(len(lowered), len(right)) >= 7 else 1)
+    if "name" in usages and wrong == lowered and len(right) > len(lowered):
+        return is_slip and shorter >= 4  # "japn"; but "malik" is not "mali", nor "Sara" "Sarah"
     return is_slip and shorter >= (4 if is_swap else 5 if "name" in usages else 6)
+
+
+def _is_slip(wrong: str, right: str) -> bool:
+    """Whether a letter is too many, too few or two are swapped."""
+    return edit_distance(wrong, right) == 1 and (len(wrong) != len(right) or sorted(wrong) == sorted(right))
 
 
 def edit_distance(one: str, other: str) -> int:

@@ -35,6 +35,7 @@ class _File(Row):
     frames: list[list[str]]
     groups: list[str]
     drop: str
+    soft: str = ""
     pronouns: str = ""
     contractions: list[list[str]] = Field(default_factory=list)
     strong: str = ""
@@ -74,6 +75,7 @@ class Lexicon:
     frames: tuple[tuple[re.Pattern[str], str], ...]
     contractions: tuple[tuple[re.Pattern[str], str], ...]
     drop: frozenset[str]
+    soft: frozenset[str]
     pronouns: frozenset[str]
     strong: frozenset[str]
     weak: frozenset[str]
@@ -142,7 +144,7 @@ def _stemmer(language: str) -> snowballstemmer.stemmer | None:
 def load_lexicon(language: str) -> Lexicon:
     """The lexicon of `language` (en, es, de, fr, zh); raises `ConfigError` for a wrong file."""
     file = read_toml(_FOLDER / f"{language}.toml", _File)
-    words, irregular = _read_english() if language == "en" else ({}, {})
+    words, irregular, phrasal = _read_english() if language == "en" else ({}, {}, {})
     tenses = {
         word: tense
         for tense, listed in (("past", file.past), ("present", file.present), ("future", file.future))
@@ -158,6 +160,7 @@ def load_lexicon(language: str) -> Lexicon:
             frames=tuple((_whole_words(pattern, language), kind) for pattern, kind in file.frames),
             contractions=tuple((re.compile(pattern), text) for pattern, text in file.contractions),
             drop=frozenset(file.drop.split()),
+            soft=frozenset(file.soft.split()),
             pronouns=frozenset(file.pronouns.split()),
             strong=frozenset(file.strong.split()),
             weak=frozenset(file.weak.split()),
@@ -174,6 +177,7 @@ def load_lexicon(language: str) -> Lexicon:
             irregular=irregular,
         ),
         file,
+        phrasal,
     )
 
 
@@ -203,24 +207,32 @@ def _graded(adjectives: list[str]) -> dict[str, tuple[str, str]]:
     return forms
 
 
-def _read_english() -> tuple[dict[str, Word], dict[str, tuple[str, ...]]]:
+def _read_english() -> tuple[dict[str, Word], dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+    """The words, the irregular forms' bases, and the verbs that a phrasal verb stands for."""
     words: dict[str, Word] = {}
     irregular: dict[str, tuple[str, ...]] = {}
+    phrasal: dict[str, tuple[str, ...]] = {}
     for line in (_FOLDER / "english_words.tsv").read_text(encoding="utf-8").splitlines():
         word, usage, *relations = line.split("\t")
         if usage == "=":
             irregular[word] = tuple(relations[0].split(","))
+        elif usage == "~":
+            phrasal[word] = tuple(relations[0].split(","))
         else:
             related = frozenset(",".join(relations).split(",")) - {""}
             words[word] = Word(usage, related) if related else Word(usage, _UNKNOWN.related)
-    return words, irregular
+    return words, irregular, phrasal
 
 
-def _with_groups(lexicon: Lexicon, file: _File) -> Lexicon:
+def _with_groups(lexicon: Lexicon, file: _File, phrasal: dict[str, tuple[str, ...]]) -> Lexicon:
     groups: dict[tuple[str, ...], set[str]] = {}
     for number, line in enumerate(file.groups):
         for phrase in line.split(";"):
             groups.setdefault(tuple(phrase.split()), set()).add(f"={number}")
+    for phrase, verbs in phrasal.items():
+        if tuple(phrase.split()) not in groups:  # what is listed by hand says all that it may mean
+            for each in (phrase, *verbs):
+                groups.setdefault(tuple(each.split()), set()).add(f"~{phrase}")
     if lexicon.language != "en":  # stems are no words there, so a listed word's stem has to be listed too
         for words, own in list(groups.items()):
             if len(words) == 1:
