@@ -19,6 +19,9 @@ class Sink(Protocol):
     def send(self, event: str, *, final: bool) -> None:
         """Send one event; the final one ends the call."""
 
+    def announce(self, headers: Mapping[str, str]) -> None:
+        """Headers of the answer, before its first event; an error brings its own."""
+
     def fail(self, error: ApiError) -> None:
         """End the call with `error`."""
 
@@ -38,22 +41,30 @@ class Call:
         self.is_cancelled = False
         self.request_id = parameters.get("x-request-id")  # the caller's name for it, in our log too
         self.id: str | None = None
+        self._reason: ApiError = CancelledError("the caller left")
         self._stop_engine: Callable[[], Awaitable[None]] | None = None
 
-    async def cancel(self) -> None:
-        """The caller left: end the generation, wherever the call is. Safe to repeat."""
+    async def cancel(self, reason: ApiError | None = None) -> None:
+        """End the generation, wherever the call is: for `reason` or, without one, because the caller left.
+
+        Safe to repeat; the first reason stands.
+        """
         if self.is_cancelled:
             return
         self.is_cancelled = True
-        log.info(json.dumps({"event": "caller_left", "request_id": self.id, "monotonic_s": time.monotonic()}))
+        if reason is None:
+            log.info(json.dumps({"event": "caller_left", "request_id": self.id, "monotonic_s": time.monotonic()}))
+        else:
+            self._reason = reason
         if self._stop_engine is not None:
             await self._stop_engine()
 
     def on_cancel(self, stop_engine: Callable[[], Awaitable[None]] | None) -> None:
-        """From now on `cancel` calls `stop_engine`; raises `CancelledError` when the caller has already left."""
+        """From now on `cancel` calls `stop_engine`; raises as `raise_if_cancelled` does."""
         self._stop_engine = stop_engine
         self.raise_if_cancelled()
 
     def raise_if_cancelled(self) -> None:
+        """Raises what the call was cancelled for: `CancelledError` when the caller left."""
         if self.is_cancelled:
-            raise CancelledError("the caller left")
+            raise self._reason

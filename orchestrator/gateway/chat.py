@@ -8,11 +8,12 @@ import time
 
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.contracts import FORWARDED_HEADERS
 from orchestrator.errors import ApiError, EngineError, InvalidRequestError, ShuttingDownError
 from orchestrator.gateway.messages import (
     ClientLeft,
     encode_error,
+    encode_headers,
+    forwarded_headers,
     read_json_body,
     send_error,
     send_json,
@@ -22,7 +23,6 @@ from orchestrator.gateway.metrics import EVENTS, LIVE_STREAMS, TTFT_S
 from orchestrator.gateway.triton_client import EventStream, TritonClient
 from orchestrator.request import Kind, wants_stream
 
-_FORWARDED = {name.encode() for name in FORWARDED_HEADERS}
 # The last tells nginx and its kin not to buffer.
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -50,8 +50,7 @@ class Completions:
         except ApiError as error:
             await send_error(send, error)
             return
-        headers = [(name.decode(), value.decode("latin-1")) for name, value in scope["headers"] if name in _FORWARDED]
-        events = self._triton.open(body, headers)
+        events = self._triton.open(body, forwarded_headers(scope))
         leaving = asyncio.create_task(_cancel_when_client_leaves(receive, events))
         try:
             await (_relay_stream(events, send, started_s) if stream else _relay_answer(events, send))
@@ -70,7 +69,7 @@ async def _relay_answer(events: EventStream, send: Send) -> None:
     except ApiError as error:
         await send_error(send, error)
     else:
-        await send_json(send, 200, answer)
+        await send_json(send, 200, answer, encode_headers(events.headers))
 
 
 async def _relay_stream(events: EventStream, send: Send, started_s: float) -> None:
@@ -80,7 +79,8 @@ async def _relay_stream(events: EventStream, send: Send, started_s: float) -> No
         async with contextlib.aclosing(events.read()) as reading:
             async for event in reading:
                 if not num_events:
-                    await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+                    headers = [*_SSE, *encode_headers(events.headers)]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True})
                 num_events += 1
                 if num_events == 1:

@@ -45,13 +45,20 @@ _REFUSED = _errors(
 
 _FAILED = _errors(
     s400="a field is not allowed; `param` names it",
+    s401="no valid key, where the server has keys",
+    s403="a web page of another origin, or not allowed to this key",
     s404="no such model",
     s408="the request took too long to arrive",
     s413="the request is too large",
     s415="the body is not declared as JSON",
+    s429="a quota is used up; `retry-after` says until when",
     s500="ours",
     s502="the engine failed",
     s503="overloaded, or shutting down",
+    s504="the deadline has passed",
+)
+_KEYS = _errors(
+    s401="no valid key, where the server has keys", s403="a web page of another origin, or not allowed to this key"
 )
 
 
@@ -71,7 +78,7 @@ def describe() -> dict[str, Any]:
             "/v1/chat/completions": {"post": _generation("createChatCompletion", ChatRequest)},
             "/v1/completions": {"post": _generation("createCompletion", CompletionRequest)},
             "/v1/embeddings": {"post": _embeddings()},
-            "/v1/models": {"get": {"responses": {"200": _json("What `model` may be", models), **_REFUSED}}},
+            "/v1/models": {"get": {"responses": {"200": _json("What `model` may be", models), **_REFUSED, **_KEYS}}},
             "/health": {"get": {"responses": {"200": _json("The gateway lives", status), **_REFUSED}}},
             "/ready": {
                 "get": {
@@ -86,6 +93,7 @@ def describe() -> dict[str, Any]:
                             "content": {"text/plain": {"schema": {"type": "string"}}},
                         },
                         **_REFUSED,
+                        **_KEYS,
                     }
                 }
             },

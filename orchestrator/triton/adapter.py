@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import uvloop
 from orchestrator import contracts
 from orchestrator.call import Call
 from orchestrator.cloud import create_cloud_client
-from orchestrator.config import load_tiers
+from orchestrator.config import Embedder, load_tiers, read_toml
 from orchestrator.errors import ApiError, OverloadedError
+from orchestrator.limits import create_gate
+from orchestrator.limits.operations import Operations
 from orchestrator.pipeline import Pipeline
 from orchestrator.triton.cancellation import CancellationWatcher
 from orchestrator.triton.engine_client import GrpcEngineClient
+from orchestrator.triton.limits_metrics import LimitsMetrics
 from orchestrator.triton.metrics import live_requests_gauge
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
@@ -43,10 +47,17 @@ class OrchestratorModel:
         tiers = load_tiers(root / "tiers.toml")
         self._engines = GrpcEngineClient(os.environ.get(contracts.GRPC_URL_VARIABLE, contracts.DEFAULT_GRPC_URL))
         self._cloud = create_cloud_client(tiers.tier, os.environ)
-        self._pipeline = Pipeline(tiers, root, self._engines, self._cloud)
-        self._watcher = CancellationWatcher(
-            CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(contracts.ORCHESTRATOR_MODEL).set
-        )
+        self._gate = create_gate(os.environ)
+        self._pipeline = Pipeline(tiers, root, self._engines, self._cloud, gate=self._gate)
+        embedder = read_toml(root / "embedder.toml", Embedder)
+        self._limits_operations = Operations(self._gate, embedder.max_input_tokens)
+        live, limits = live_requests_gauge(contracts.ORCHESTRATOR_MODEL), LimitsMetrics(self._gate)
+
+        def publish(num_live: int) -> None:  # on the watcher's thread: each number told is a round trip to the server
+            live.set(num_live)
+            limits.publish(self._pipeline.num_waiting())
+
+        self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, publish)
         self._max_live_requests = tiers.limits.max_live_requests
         self._num_live = 0
         self._calls: dict[str, Call] = {}  # by request id, for who sends one
@@ -82,7 +93,7 @@ class OrchestratorModel:
     def _start(self, call: Call, sender: Sender, request_id: str) -> None:
         if self._num_live >= self._max_live_requests:
             text = f"{self._max_live_requests} requests are running, which is the limit; try again later"
-            call.sink.fail(OverloadedError(text))
+            call.sink.fail(OverloadedError(text, headers={"retry-after": "1"}))
             return
         self._num_live += 1
         self._spawn(self._serve(call, sender, request_id))
@@ -106,7 +117,10 @@ class OrchestratorModel:
         if request_id:
             self._calls[request_id] = call
         try:
-            await self._pipeline.run(call)
+            if contracts.LIMITS_OPERATION_PARAMETER in call.parameters:
+                await self._limits_operations.run(call)
+            else:
+                await self._pipeline.run(call)
         finally:
             self._watcher.unwatch(key)
             self._calls.pop(request_id, None)
@@ -116,6 +130,7 @@ class OrchestratorModel:
         while self._tasks:
             await asyncio.wait(self._tasks)
         await self._engines.close()
+        await self._gate.close()
         if self._cloud is not None:
             await self._cloud.close()
 
@@ -125,10 +140,21 @@ class TritonSink:
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
+        self._headers: dict[str, str] = {}  # for the first event to take along
+
+    def announce(self, headers: Mapping[str, str]) -> None:
+        self._headers = dict(headers)
 
     def send(self, event: str, *, final: bool) -> None:
-        tensor = pb_utils.Tensor(contracts.EVENT.name, np.array([event.encode()], dtype=np.object_))
-        self._sender.send(pb_utils.InferenceResponse([tensor]), final=final)
+        tensors = [_string(contracts.EVENT, event)]
+        if self._headers:
+            tensors.append(_string(contracts.HEADERS, json.dumps(self._headers)))
+            self._headers = {}
+        self._sender.send(pb_utils.InferenceResponse(tensors), final=final)
 
     def fail(self, error: ApiError) -> None:
         self._sender.send(pb_utils.InferenceResponse(error=to_triton_error(error)), final=True)
+
+
+def _string(spec: contracts.TensorSpec, text: str) -> Any:
+    return pb_utils.Tensor(spec.name, np.array([text.encode()], dtype=np.object_))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fake_pb_utils
 import pytest
 from hypothesis import settings
 from hypothesis.configuration import set_hypothesis_home_dir
+from redis_server import RedisServer
 from tokenizers import Tokenizer
 
 TOKENIZER = Path("model_repository", "llm_small", "1", "tokenizer")
@@ -31,3 +32,11 @@ def tokenizer_dir(artifact: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_dir: Path) -> Tokenizer:
     return Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    server = RedisServer()
+    server.start()
+    yield server.url
+    server.stop()

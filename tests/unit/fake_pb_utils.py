@@ -108,7 +108,7 @@ class InferenceRequest:
 
 
 class MetricFamily:
-    GAUGE = 1
+    GAUGE, COUNTER = range(2)
 
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
