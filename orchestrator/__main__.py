@@ -1,14 +1,17 @@
-"""The command line: `python -m orchestrator serve|chat`."""
+"""The command line: `python -m orchestrator serve|chat|keys`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.chat import ChatError, chat_loop, chat_once
+from orchestrator.config import ConfigError
+from orchestrator.limits import command
 from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import FLAGS, LOOPBACK, Ports
 from orchestrator.triton.process import StartError
@@ -21,10 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_serve(commands.add_parser("serve", help="run Triton, the gateway and the gRPC front from an artifact"))
     _add_chat(commands.add_parser("chat", help="talk to a running server in the terminal"))
+    command.add_arguments(commands.add_parser("keys", help="make, show and take back API keys"))
     options = parser.parse_args(arguments)
     try:
         options.run(options)
-    except (StartError, ChatError, OSError) as error:
+    except (StartError, ChatError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -45,6 +49,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
             flag, type=_port, default=port, metavar="PORT", help="default %(default)s; 0 = choose a free one"
         )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="logs and serve.json (default .run/<port>)")
+    parser.add_argument(
+        "--keys", type=Path, metavar="FILE", help="the API keys (`keys add` makes it); needed beyond loopback"
+    )
     parser.add_argument(
         "--drain-timeout-s",
         type=_seconds,
@@ -84,7 +91,12 @@ def _serve(options: argparse.Namespace) -> None:
             artifact=options.artifact,
             run_dir=options.run_dir or Path(".run", str(options.port)),
             host=options.host,
-            front=FrontOptions(options.grpc_front_host, options.grpc_front_cert, options.grpc_front_key),
+            front=FrontOptions(
+                options.grpc_front_host,
+                options.grpc_front_cert,
+                options.grpc_front_key,
+                with_keys=options.keys is not None,
+            ),
             ports=Ports(
                 options.port,
                 options.triton_http_port,
@@ -96,6 +108,7 @@ def _serve(options: argparse.Namespace) -> None:
             gateway_workers=options.gateway_workers,
             allowed_hosts=tuple(options.allow_host),
             allowed_origins=tuple(options.allow_origin),
+            keys=options.keys,
         )
     )
 
@@ -105,16 +118,20 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "--url", default=f"http://{LOOPBACK}:{Ports().gateway}", help="the gateway (default %(default)s)"
     )
     parser.add_argument("--model", default="auto", help="a tier, a model, or auto (default)")
+    parser.add_argument("--key-env", metavar="NAME", help="the environment variable that holds the API key, if needed")
     parser.add_argument("--once", metavar="QUESTION", help="ask this one question instead of talking")
     parser.add_argument("--json", action="store_true", help="with --once: end with the facts as one JSON line")
     parser.set_defaults(run=_chat)
 
 
 def _chat(options: argparse.Namespace) -> None:
+    key = None if options.key_env is None else os.environ.get(options.key_env)
+    if options.key_env is not None and not key:
+        raise ChatError(f"--key-env {options.key_env}: this environment variable is not set; put the API key there")
     if options.once is None:
-        chat_loop(options.url, options.model)
+        chat_loop(options.url, options.model, key)
     else:
-        chat_once(options.url, options.once, options.model, as_json=options.json)
+        chat_once(options.url, options.once, options.model, as_json=options.json, key=key)
 
 
 def _port(text: str) -> int:

@@ -48,6 +48,7 @@ class Answer:
     is_estimated: bool = False
     num_completion_tokens: int | None = None  # as an API counts them; else they are the choices' own
     cache: CacheFacts | None = None
+    input_ids: list[int] | None = None  # the prompt's, if it was tokenised before
 
     @property
     def usage(self) -> Usage:

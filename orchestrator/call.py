@@ -19,6 +19,9 @@ class Sink(Protocol):
     def send(self, event: str, *, final: bool) -> None:
         """Send one event; the final one ends the call."""
 
+    def announce(self, headers: Mapping[str, str]) -> None:
+        """Headers of the answer, before its first event; an error brings its own."""
+
     def fail(self, error: ApiError) -> None:
         """End the call with `error`."""
 
@@ -28,24 +31,30 @@ class Waited:
 
     def __init__(self) -> None:
         self.is_cancelled = False
+        self._reason: ApiError = CancelledError("the caller left")
         self._stop: Callable[[], Awaitable[None]] | None = None
 
-    async def cancel(self) -> None:
-        """Nobody waits any more: end it, wherever it is. Safe to repeat."""
+    async def cancel(self, reason: ApiError | None = None) -> None:
+        """End it, wherever it is: for `reason` or, without one, because nobody waits any more.
+
+        Safe to repeat; the first reason stands.
+        """
         if self.is_cancelled:
             return
         self.is_cancelled = True
+        self._reason = reason or self._reason
         if self._stop is not None:
             await self._stop()
 
     def on_cancel(self, stop: Callable[[], Awaitable[None]] | None) -> None:
-        """From now on `cancel` calls `stop`; raises `CancelledError` when it was cancelled already."""
+        """From now on `cancel` calls `stop`; raises as `raise_if_cancelled` does."""
         self._stop = stop
         self.raise_if_cancelled()
 
     def raise_if_cancelled(self) -> None:
+        """Raises what the call was cancelled for: `CancelledError` when the caller left."""
         if self.is_cancelled:
-            raise CancelledError("the caller left")
+            raise self._reason
 
 
 class Call(Waited):
@@ -64,8 +73,8 @@ class Call(Waited):
         self.request_id = parameters.get("x-request-id")  # the caller's name for it, in our log too
         self.id: str | None = None
 
-    async def cancel(self) -> None:
-        """The caller left."""
-        if not self.is_cancelled:
+    async def cancel(self, reason: ApiError | None = None) -> None:
+        """For `reason` or, without one, because the caller left."""
+        if not self.is_cancelled and reason is None:
             log.info(json.dumps({"event": "caller_left", "request_id": self.id, "monotonic_s": time.monotonic()}))
-        await super().cancel()
+        await super().cancel(reason)

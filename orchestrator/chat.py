@@ -18,9 +18,9 @@ class ChatError(Exception):
 
 
 def ask(
-    url: str, messages: list[dict[str, str]], model: str, write: Callable[[str], None]
+    url: str, messages: list[dict[str, str]], model: str, write: Callable[[str], None], key: str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Stream one answer through `write`; returns its text and the facts of it.
+    """Stream one answer through `write`; returns its text and the facts of it. `key` is the API key, if one is needed.
 
     The facts: ttft_ms and total_ms as this client saw them, tokens, tps, input_tokens, model, tier, cache.
     Raises `ChatError`.
@@ -29,7 +29,7 @@ def ask(
     started_s = time.monotonic()
     first_s, text = None, ""
     rt: dict[str, Any] = {}
-    for event in _events(url, json.dumps(request).encode()):
+    for event in _events(url, json.dumps(request).encode(), key):
         if "error" in event:
             raise ChatError(event["error"]["message"])
         for choice in event["choices"]:
@@ -55,15 +55,15 @@ def describe(facts: dict[str, Any]) -> str:
     )
 
 
-def chat_once(url: str, question: str, model: str, *, as_json: bool) -> None:
+def chat_once(url: str, question: str, model: str, *, as_json: bool, key: str | None = None) -> None:
     """Ask one question; the answer goes to stdout as it comes, then the facts, then with `as_json` a JSON line."""
-    _, facts = ask(url, [{"role": "user", "content": question}], model, _print_now)
+    _, facts = ask(url, [{"role": "user", "content": question}], model, _print_now, key)
     print(f"\n{describe(facts)}")
     if as_json:
         print(json.dumps(facts))
 
 
-def chat_loop(url: str, model: str) -> None:
+def chat_loop(url: str, model: str, key: str | None = None) -> None:
     """A conversation until end of input; the history is sent with every question."""
     messages: list[dict[str, str]] = []
     print("Type a question; Ctrl-D ends.", file=sys.stderr)
@@ -77,7 +77,7 @@ def chat_loop(url: str, model: str) -> None:
             continue
         messages.append({"role": "user", "content": question})
         try:
-            text, facts = ask(url, messages, model, _print_now)
+            text, facts = ask(url, messages, model, _print_now, key)
         except ChatError as error:
             messages.pop()
             print(f"\nerror: {error}", file=sys.stderr)
@@ -90,11 +90,13 @@ def _print_now(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _events(url: str, body: bytes) -> Iterator[dict[str, Any]]:
+def _events(url: str, body: bytes, key: str | None) -> Iterator[dict[str, Any]]:
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=TIMEOUT_S)
     try:
-        connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+        authorization = {} if key is None else {"authorization": f"Bearer {key}"}
+        headers = {"content-type": "application/json", **authorization}
+        connection.request("POST", "/v1/chat/completions", body, headers)
         response = connection.getresponse()
         if response.status != 200:
             raise ChatError(f"HTTP {response.status}: {response.read().decode(errors='replace')}")

@@ -131,10 +131,13 @@ class Embedder(Row):
 class Limits(Row):
     """What one orchestrator instance takes on at once: up to `max_live_requests`, further ones are refused.
 
-    An engine runs as many of them together as its batch holds, the others wait inside it.
+    Of them each engine model gets up to `max_running_requests`, which should be about its batch: who waits inside an
+    engine cannot be overtaken. The others wait before it, interactive ones first, up to `max_batch_waiting` batch ones.
     """
 
     max_live_requests: Annotated[int, Field(gt=0, le=4096)] = 256
+    max_running_requests: Annotated[int, Field(gt=0, le=4096)] = 64
+    max_batch_waiting: Annotated[int, Field(gt=0, le=4096)] = 64
 
 
 class CachePolicy(Row):

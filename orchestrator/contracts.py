@@ -30,6 +30,15 @@ FORWARDED_HEADERS = (
 )
 
 
+# Headers of an answer that the orchestrator knows and the gateway sends: they travel in the output `headers` of the
+# first response or, with an error, in its JSON. Callers of the gRPC front find them in the same places.
+ANSWER_HEADERS = (
+    "retry-after",
+    "x-should-retry",  # OpenAI's clients heed it
+    *(f"x-ratelimit-{fact}-{what}" for what in ("requests", "tokens") for fact in ("limit", "remaining", "reset")),
+)
+
+
 class TensorSpec(NamedTuple):
     """One tensor of a model, as config.pbtxt declares it.
 
@@ -48,6 +57,8 @@ class TensorSpec(NamedTuple):
 
 REQUEST = TensorSpec("request", "TYPE_STRING", optional=False)
 EVENT = TensorSpec("event", "TYPE_STRING", optional=False)
+# A JSON object of some of `ANSWER_HEADERS`, beside the first event, where there are any.
+HEADERS = TensorSpec("headers", "TYPE_STRING")
 
 
 # A request parameter: with it true, a request ends the running one of the same request id and is answered with an empty
@@ -62,6 +73,10 @@ SAYS_CANCELS_PARAMETER = "says_cancels"
 # A request parameter: with it, the request is no question but an order to the cache ("wrong" or "invalidate"), its JSON
 # in the place of OpenAI's. The gateway sets it on routes of its own, the gRPC front refuses it.
 CACHE_OPERATION_PARAMETER = "cache_operation"
+# A request parameter: with it, the request is no question but asks about the caller's key ("check", "reserve" or
+# "settle", see `orchestrator.limits.operations`), for what does not pass the orchestrator itself. The gRPC front
+# refuses it.
+LIMITS_OPERATION_PARAMETER = "limits_operation"
 
 
 # --- engines -----------------------------------------------------------------------------------------------
@@ -265,6 +280,6 @@ class FrontModel(NamedTuple):
 
 # What it serves to strangers; all else is refused.
 FRONT_MODELS = {
-    ORCHESTRATOR_MODEL: FrontModel((REQUEST,), (EVENT,)),
+    ORCHESTRATOR_MODEL: FrontModel((REQUEST,), (EVENT, HEADERS)),
     EMBEDDING_MODEL: FrontModel((TEXT._replace(dims=(-1, 1)),), (EMBEDDING, NUM_TOKENS)),
 }

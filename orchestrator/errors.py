@@ -2,38 +2,52 @@
 
     ApiError
     ├── InvalidRequestError      400  the caller: fix the field named in `param`
+    ├── UnauthorizedError        401  the caller: send a valid key
+    ├── NotAllowedError          403  the caller: ask for what the key allows
     ├── ModelNotFoundError       404  the caller: ask for a model that exists
     ├── RequestTooLargeError     413  the caller: send less
+    ├── RateLimitError           429  the caller: ask more slowly, or for less
+    ├── BudgetError              429  the caller: the key's money for today is spent
     ├── OverloadedError          503  the caller: try again later
     ├── ShuttingDownError        503  the caller: try again, on another server
     ├── NotCachedError           504  the caller: there is no stored answer, and none else was wanted
+    ├── DeadlineError            504  the caller: allow more time
+    ├── LimitsUnavailableError   503  the operator: quotas cannot be counted
     ├── CancelledError           499  nobody: the caller left
     ├── EngineError              502  the operator: the engine failed or answered nonsense
     ├── CloudError               502  the operator: the API behind a cloud tier failed or answered nonsense
     └── InternalError            500  us
 
 An error travels from the orchestrator to the gateway as the message of a Triton error: OpenAI's error object as
-JSON, because Triton's gRPC stream carries a text and no code. `from_message` is the way back.
+JSON, because Triton's gRPC stream carries a text and no code; headers that belong to it ride beside the object.
+`from_message` is the way back.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
+
+from orchestrator.contracts import ANSWER_HEADERS
 
 
 class ApiError(Exception):
-    """An error in OpenAI's shape: `message`, `type`, `param`, `code`, and the HTTP status that fits it."""
+    """An error in OpenAI's shape: `message`, `type`, `param`, `code`, and the HTTP status that fits it.
+
+    `headers` go with it where there are headers; `contracts.ANSWER_HEADERS` names those that travel.
+    """
 
     status = 500
     type = "server_error"
     code = "internal_error"
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object: ``{"error": {"message", "type", "param", "code"}}``."""
@@ -41,13 +55,26 @@ class ApiError(Exception):
 
     def to_message(self) -> str:
         """The text that carries this error through Triton."""
-        return json.dumps(self.body(), ensure_ascii=False)
+        headers = {"headers": self.headers} if self.headers else {}
+        return json.dumps({**self.body(), **headers}, ensure_ascii=False)
 
 
 class InvalidRequestError(ApiError):
     status = 400
     type = "invalid_request_error"
     code = "invalid_value"
+
+
+class UnauthorizedError(ApiError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class NotAllowedError(ApiError):
+    status = 403
+    type = "invalid_request_error"
+    code = "not_allowed"
 
 
 class ModelNotFoundError(ApiError):
@@ -60,6 +87,18 @@ class RequestTooLargeError(ApiError):
     status = 413
     type = "invalid_request_error"
     code = "request_too_large"
+
+
+class RateLimitError(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class BudgetError(ApiError):
+    status = 429
+    type = "insufficient_quota"
+    code = "insufficient_quota"
 
 
 class OverloadedError(ApiError):
@@ -81,6 +120,16 @@ class NotCachedError(ApiError):
     status = 504  # RFC 9111, section 5.2.1.7
     type = "invalid_request_error"
     code = "not_cached"
+
+
+class DeadlineError(ApiError):
+    status = 504
+    code = "deadline_exceeded"
+
+
+class LimitsUnavailableError(ApiError):
+    status = 503
+    code = "limits_unavailable"
 
 
 class CancelledError(ApiError):
@@ -107,12 +156,18 @@ _BY_CODE: dict[str, type[ApiError]] = {
     cls.code: cls
     for cls in (
         InvalidRequestError,
+        UnauthorizedError,
+        NotAllowedError,
         ModelNotFoundError,
         RequestTooLargeError,
+        RateLimitError,
+        BudgetError,
         OverloadedError,
         StoreUnavailableError,
         ShuttingDownError,
         NotCachedError,
+        DeadlineError,
+        LimitsUnavailableError,
         CancelledError,
         EngineError,
         CloudError,
@@ -134,7 +189,9 @@ def from_message(message: str) -> ApiError:
     """The error that `to_message` wrote; any other text is Triton's own and becomes an `EngineError`."""
     message = strip_ensemble(message)
     try:
-        error = json.loads(message)["error"]
-        return _BY_CODE[error["code"]](error["message"], param=error["param"])
-    except (ValueError, KeyError, TypeError):
+        whole = json.loads(message)
+        error = whole["error"]
+        headers = {name: str(value) for name, value in whole.get("headers", {}).items() if name in ANSWER_HEADERS}
+        return _BY_CODE[error["code"]](error["message"], param=error["param"], headers=headers)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return EngineError(message)

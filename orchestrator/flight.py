@@ -30,7 +30,8 @@ class Flight(Waited):
         super().__init__()
         self.hit: Hit | None = None  # what is served, if it is a stored answer
         self.pieces: list[tuple[Choice, Piece | None]] = []  # None: the choice ends
-        self._answer: Answer | None = None
+        self.answer: Answer | None = None
+        self.payer: CallerOutput | None = None  # who pays for it: of those who heard its end, the first
         self._callers: dict[CallerOutput, asyncio.Future[None]] = {}
         self._is_finished = False
         self._has_failed = False
@@ -43,14 +44,17 @@ class Flight(Waited):
 
     async def listen(self, output: CallerOutput) -> None:
         """Until the final event was sent. Raises what ended the answer, or `CancelledError` when the caller left."""
-        if self._answer is not None:
-            self._catch_up(output, self._answer)
+        if self.answer is not None:
+            self._catch_up(output, self.answer)
             if self._is_finished:
                 return
         ended = self._callers[output] = asyncio.get_running_loop().create_future()
         try:
             output.call.on_cancel(partial(self._leave, output))
             await ended
+        except CancelledError:
+            output.call.raise_if_cancelled()  # for a reason of its own, such as a deadline
+            raise
         finally:
             self._callers.pop(output, None)
             if not self._callers and not self._is_finished:
@@ -84,6 +88,7 @@ class Flight(Waited):
             await make(self)
         except BaseException as error:
             self._has_failed = True
+            self.payer = next(iter(self._callers), None)
             if self._is_finished:
                 log.exception("after an answer was finished")
             for ended in self._callers.values():
@@ -95,7 +100,7 @@ class Flight(Waited):
     def begin(self, answer: Answer, answer_id: str) -> None:
         """The first caller's answer is called like the engine's request, the others' get names of their own."""
         answer.choices = [Choice(index) for index in range(answer.request.num_choices)]
-        self._answer = answer
+        self.answer = answer
         names = [answer_id, *(uuid.uuid4().hex for _ in range(len(self._callers) - 1))]
         for name, output in zip(names, list(self._callers)):
             self._send(output, partial(output.begin, answer, name))
@@ -115,6 +120,7 @@ class Flight(Waited):
 
     def finish(self) -> None:
         self._is_finished = True
+        self.payer = next(iter(self._callers), None)
         for output, ended in list(self._callers.items()):
             self._send(output, output.finish)
             if not ended.done():

@@ -58,7 +58,9 @@ class Generation:
     async def run(self) -> None:
         check_tools(self._request, self._tier)
         guide = forced_call_guide(self._request) or self._request.guide
-        input_ids = await self._tokenize()
+        input_ids = self._answer.input_ids
+        if input_ids is None:
+            input_ids = await tokenize(self._request, self._tokenizer, self._answer.num_request_bytes)
         first = build_engine_request(self._request, self._tier, input_ids, guide)
         self._answer.num_prompt_tokens = len(input_ids)
         self._output.begin(self._answer, first.request_id)
@@ -80,16 +82,6 @@ class Generation:
             raise
         self._output.on_cancel(None)
         self._output.finish()
-
-    async def _tokenize(self) -> list[int]:
-        def tokenize() -> list[int]:
-            if isinstance(self._request, ChatRequest):
-                tools = [tool.model_dump(exclude_none=True) for tool in self._request.offered_tools]
-                return self._tokenizer.encode_chat([template_message(each) for each in self._request.messages], tools)
-            prompt = self._request.prompt
-            return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-
-        return tokenize() if self._answer.num_request_bytes <= MAX_INLINE_BYTES else await asyncio.to_thread(tokenize)
 
     async def _generate_all(self, first: EngineRequest) -> None:
         """All choices side by side: the engine batches them. One that fails ends them all."""
@@ -144,6 +136,19 @@ class Generation:
         self._output.raise_if_cancelled()
         if self._has_failed:
             raise EngineError("another choice of this request failed")
+
+
+async def tokenize(request: Request, tokenizer: ChatTokenizer, num_bytes: int) -> list[int]:
+    """The prompt as the engine gets it; `num_bytes` is the size of the caller's JSON."""
+
+    def work() -> list[int]:
+        if isinstance(request, ChatRequest):
+            tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
+            return tokenizer.encode_chat([template_message(each) for each in request.messages], tools)
+        prompt = request.prompt
+        return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    return work() if num_bytes <= MAX_INLINE_BYTES else await asyncio.to_thread(work)
 
 
 # --- tools ---------------------------------------------------------------------------------------------------
@@ -226,22 +231,30 @@ def template_message(message: Message) -> dict[str, Any]:
 # --- the engine's share --------------------------------------------------------------------------------------
 
 
-def build_engine_request(request: Request, tier: Tier, input_ids: list[int], guide: Guide | None) -> EngineRequest:
-    """The engine's share of `request` for its first choice, the tier's generation policy filled in.
+def limit_answer(request: Request, tier: Tier, num_prompt_tokens: int) -> int:
+    """The most tokens that each choice may have.
 
     Raises `InvalidRequestError` with both counts when prompt and answer do not fit the tier's context window.
     """
-    policy = tier.generation
-    room = tier.context_window - len(input_ids)
+    room = tier.context_window - num_prompt_tokens
     wanted = request.output_limit
     if room < (wanted or 1):
         prompt = "messages" if isinstance(request, ChatRequest) else "prompt"
         raise InvalidRequestError(
-            f"{prompt}: the prompt's {len(input_ids)} tokens and an answer of up to {wanted or 1} are more than the "
+            f"{prompt}: the prompt's {num_prompt_tokens} tokens and an answer of up to {wanted or 1} are more than the "
             f"context window of {tier.context_window} tokens; shorten the {prompt} or lower max_tokens",
             param=prompt if wanted is None or room < 1 else "max_tokens",
         )
-    max_new_tokens = wanted or min(policy.max_output_tokens, room)
+    return wanted or min(tier.generation.max_output_tokens, room)
+
+
+def build_engine_request(request: Request, tier: Tier, input_ids: list[int], guide: Guide | None) -> EngineRequest:
+    """The engine's share of `request` for its first choice, the tier's generation policy filled in.
+
+    Raises `InvalidRequestError` as `limit_answer` does, and when `min_tokens` is more than that.
+    """
+    policy = tier.generation
+    max_new_tokens = limit_answer(request, tier, len(input_ids))
     if (request.min_tokens or 0) > max_new_tokens:
         raise InvalidRequestError(
             f"min_tokens: {request.min_tokens} is more than the answer's limit of {max_new_tokens} tokens",

@@ -1,4 +1,4 @@
-"""The way of one request, top to bottom: admit, identify, cache, route, generate, settle."""
+"""The way of one request, top to bottom: admit, identify, reserve, cache, route, generate, settle."""
 
 from __future__ import annotations
 
@@ -21,10 +21,22 @@ from orchestrator.cache.stored import StoredAnswer, join_pieces
 from orchestrator.call import Call
 from orchestrator.cloud.generation import CloudClient, CloudGeneration
 from orchestrator.config import Tier, Tiers
-from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ModelNotFoundError, NotCachedError
+from orchestrator.errors import (
+    ApiError,
+    CancelledError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotCachedError,
+)
 from orchestrator.flight import Flight, Flights
-from orchestrator.generation import EngineClient, Generation
-from orchestrator.identity import Caller, Identify, identify
+from orchestrator.generation import EngineClient, Generation, limit_answer, tokenize
+from orchestrator.limits.deadline import ending, find_end_s
+from orchestrator.limits.gate import Gate, Permit, counts_tokens, may_use, not_allowed, price_of
+from orchestrator.limits.keys import Key
+from orchestrator.limits.ledger import Amount
+from orchestrator.limits.queue import CLASSES, Queue
 from orchestrator.request import REQUEST_ID_RULE, Request, is_request_id, parse_request
 from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.text import Piece
@@ -33,10 +45,12 @@ from orchestrator.streaming.tokenizer import ChatTokenizer
 log = logging.getLogger("orchestrator.requests")
 
 AUTO = "auto"
+# How a request ends that pays for its prompt even if no token came.
+_PAID = ("ok", CancelledError.code, DeadlineError.code)
 
 
 class Pipeline:
-    """Serves calls, all on one event loop; of a call it holds nothing but the flight it is on."""
+    """Serves calls, all on one event loop; of a call it holds nothing but its flight and its place in a queue."""
 
     def __init__(
         self,
@@ -46,45 +60,59 @@ class Pipeline:
         cloud: CloudClient | None = None,
         *,
         cache: AnswerCache | None = None,
-        identify: Identify = identify,
+        gate: Gate | None = None,
     ) -> None:
-        """`cloud` is needed by cloud tiers alone."""
+        """`cloud` is needed by cloud tiers alone; without `gate` there are no keys."""
         self._tiers = tiers.tier
         self._engines = engines
         self._cloud = cloud
         self._cache = cache
-        self._identify = identify
+        self._gate = gate or Gate()
         self._flights = Flights()
+        # An engine that hangs holds up its own queue alone; whom an API serves first is its own matter.
+        limits = tiers.limits
+        self._queues = {
+            tier.model: Queue(
+                limits.max_running_requests,
+                {"interactive": limits.max_live_requests, "batch": limits.max_batch_waiting},
+            )
+            for tier in self._tiers
+            if tier.cloud is None
+        }
         # Tiers of one model share its tokenizer.
         folders = {tier.name: tier.tokenizer for tier in self._tiers if tier.tokenizer is not None}
         loaded = {folder: ChatTokenizer.load(root / folder) for folder in set(folders.values())}
         self._tokenizers = {name: loaded[folder] for name, folder in folders.items()}
-        # What `model` may be, and what its answers depend on beside the request.
-        digests = {tier.name: digest_tier(tier, root) for tier in self._tiers if cache is not None}
-        names = [AUTO, *(name for tier in self._tiers for name in (tier.name, tier.model))]
-        self._versions = {name: "-".join(digests.get(tier.name, "") for tier in self._tiers_of(name)) for name in names}
+        # What an answer depends on beside the request.
+        self._versions = {tier.name: digest_tier(tier, root) for tier in self._tiers if cache is not None}
 
     async def run(self, call: Call) -> None:
         """Serve one call to its only end: a final event, or an error."""
-        output: CallerOutput | None = None
-        outcome = "ok"
+        ride = Ride(call)
         try:
-            request = self._admit(call)
-            output = CallerOutput(call, request)
-            query = self._read_query(call, request, self._identify(call))
-            hit = None if query is None else await self._find_exact(query)
-            flight = self._board(output, request, query, hit)
-            await flight.listen(output)
+            self._admit(call)
+            ride.key = key = self._gate.identify(call)
+            request = parse_request(call.body)
+            tier = self._route(request, key)
+            output = ride.output = CallerOutput(call, request)
+            query = self._read_query(call, request, key)
+            ride.ends_at_s = find_end_s(call, key)
+            with ending(call, ride.ends_at_s):
+                await self._reserve(ride, request, tier)
+                hit = None if query is None or self._cache is None else await self._cache.find_exact(query)
+                ride.flight = flight = self._board(ride, request, tier, query, hit)
+                await flight.listen(output)
             if self._cache is not None and query is not None and flight.hit is not None:
                 self._cache.remember(call.id or "", query, flight.hit)
         except ApiError as error:
-            outcome = error.code
+            ride.outcome = error.code
+            self._gate.count(error)
             call.sink.fail(error)
         except Exception as error:
             log.exception("a request failed inside the orchestrator")
-            outcome = InternalError.code
+            ride.outcome = InternalError.code
             call.sink.fail(InternalError(f"the orchestrator failed: {type(error).__name__}"))
-        self._settle(call, output, outcome)
+        await self._settle(ride)
 
     async def operate(self, call: Call, operation: str) -> None:
         """An operator's order to the cache (`orchestrator.cache.operations`), to its only end."""
@@ -100,58 +128,86 @@ class Pipeline:
         """Until what goes on after a call's last event is done too."""
         await self._flights.finish()
 
-    def _admit(self, call: Call) -> Request:
+    def num_waiting(self) -> dict[str, int]:
+        """By class, in all queues together."""
+        return {name: sum(queue.num_waiting(name) for queue in self._queues.values()) for name in CLASSES}
+
+    def _admit(self, call: Call) -> None:
         call.raise_if_cancelled()
         if call.request_id is not None and not is_request_id(call.request_id):
             name, call.request_id = call.request_id, None
             raise InvalidRequestError(
                 f"x-request-id: must be {REQUEST_ID_RULE} (got {name[:80]!r})", param="x-request-id"
             )
-        request = parse_request(call.body)
-        if request.model not in self._versions:
-            raise ModelNotFoundError(
-                f"model: {request.model!r} does not exist; one of {', '.join(self._versions)}", param="model"
-            )
-        return request
+
+    def _route(self, request: Request, key: Key) -> Tier:
+        """The tier that `model` names, or whose model it names; "auto" is the cheapest until routing exists.
+
+        Of those that the key allows; raises `NotAllowedError` when it allows none of them.
+        """
+        named = [tier for tier in self._tiers if request.model in (AUTO, tier.name, tier.model)]
+        for tier in named:
+            if may_use(key, tier.name):
+                return tier
+        if named:
+            raise not_allowed(key, request.model)
+        names = [AUTO, *dict.fromkeys(name for tier in self._tiers for name in (tier.name, tier.model))]
+        raise ModelNotFoundError(f"model: {request.model!r} does not exist; one of {', '.join(names)}", param="model")
+
+    async def _reserve(self, ride: Ride, request: Request, tier: Tier) -> None:
+        """Room in the key's quotas for the most that the request may take, whoever will answer it."""
+        assert ride.key is not None
+        call, amount = ride.call, Amount(1)
+        if counts_tokens(ride.key):
+            if tier.cloud is None:
+                ride.input_ids = await tokenize(request, self._tokenizers[tier.name], len(call.body))
+                num_prompt = len(ride.input_ids)
+                num_answer = limit_answer(request, tier, num_prompt)
+            else:  # an API has a tokenizer of its own; no token is shorter than a byte
+                num_prompt = min(len(call.body), tier.context_window)
+                num_answer = request.output_limit or tier.generation.max_output_tokens
+            num_answer *= request.num_choices
+            amount = Amount(1, num_prompt + num_answer, price_of(tier).nano_usd(num_prompt, num_answer))
+        ride.permit = await self._gate.reserve(ride.key, amount)
+        if ride.permit.headers:
+            call.sink.announce(ride.permit.headers)
 
     # --- cache ---
 
-    def _read_query(self, call: Call, request: Request, caller: Caller) -> Query | None:
+    def _read_query(self, call: Call, request: Request, key: Key) -> Query | None:
         """None for a request that bypasses the cache."""
         control = parse_cache_control(call.parameters.get(HEADER, ""))
         query = None
-        if self._cache is not None and caller.may_cache:
-            origin = Origin(caller.tenant, request.model, template=self._versions[request.model])
-            query = self._cache.read(request, origin, control)
+        if self._cache is not None:
+            # Where several tiers may answer, which of them do is the key's right: only its equals share its answers.
+            tiers = [tier for tier in self._tiers if request.model in (AUTO, tier.name, tier.model)]
+            versions = [self._versions[tier.name] for tier in tiers if may_use(key, tier.name)]
+            query = self._cache.read(request, Origin(key.tenant, request.model, template="-".join(versions)), control)
         if query is None and control.only_if_cached:
             raise NotCachedError(f"{HEADER}: only-if-cached, but a request like this one is not cached")
         return query
 
-    async def _find_exact(self, query: Query) -> Hit | None:
-        assert self._cache is not None
-        return await self._cache.find_exact(query)
-
-    def _board(self, output: CallerOutput, request: Request, query: Query | None, hit: Hit | None) -> Flight:
+    def _board(self, ride: Ride, request: Request, tier: Tier, query: Query | None, hit: Hit | None) -> Flight:
         """The flight that brings the answer; it is another caller's if one who asks the same is on his way."""
+        assert ride.output is not None
         if hit is not None:
             return self._flights.start(None, partial(self._replay, request, hit))
-        make = partial(self._make, request, query, len(output.call.body))
+        make = partial(self._make, ride, Answer(request, tier, len(ride.call.body), input_ids=ride.input_ids), query)
         if query is None:
             return self._flights.start(None, make)
-        key = None if query.control.no_cache else (query.identity.exact_key, query.control)
-        flight = self._flights.find(key)
-        output.cache = CacheFacts("miss") if flight is None else CacheFacts("exact", 1.0, 0.0, is_shared=True)
-        return flight or self._flights.start(key, make)
+        name = None if query.control.no_cache else (query.identity.exact_key, query.control)
+        flight = self._flights.find(name)
+        ride.output.cache = CacheFacts("miss") if flight is None else CacheFacts("exact", 1.0, 0.0, is_shared=True)
+        return flight or self._flights.start(name, make)
 
-    async def _make(self, request: Request, query: Query | None, num_bytes: int, flight: Flight) -> None:
+    async def _make(self, ride: Ride, answer: Answer, query: Query | None, flight: Flight) -> None:
         """What nobody has at hand: another question's answer, or a new one."""
         if query is not None and self._cache is not None:
             if hit := await self._cache.find_near(query):
-                return await self._replay(request, hit, flight)
+                return await self._replay(answer.request, hit, flight)
             if query.control.only_if_cached:
                 raise NotCachedError(f"{HEADER}: only-if-cached, and there is no stored answer to this question")
-        answer = Answer(request, self._route(request), num_bytes)
-        await self._generate(answer, flight)
+        await self._generate_in_turn(ride, answer, flight)
         if query is not None and self._cache is not None and may_be_kept(answer.choices):
             await self._cache.keep(query, store_answer(answer, flight.pieces))
 
@@ -175,15 +231,27 @@ class Pipeline:
         flight.end_choice(choice, "stop")
         flight.finish()
 
-    # --- route, generate, settle ---
+    # --- generate, settle ---
 
-    def _tiers_of(self, name: str) -> list[Tier]:
-        """Those that `model` names, or whose model it names; all of them may serve "auto"."""
-        return [tier for tier in self._tiers if name in (AUTO, tier.name, tier.model)]
-
-    def _route(self, request: Request) -> Tier:
-        """The cheapest of those that may serve it, until routing exists."""
-        return self._tiers_of(request.model)[0]
+    async def _generate_in_turn(self, ride: Ride, answer: Answer, flight: Flight) -> None:
+        assert ride.key is not None
+        queue = self._queues.get(answer.tier.model)
+        if queue is None:
+            await self._generate(answer, flight)
+            return
+        max_tokens = answer.request.output_limit or answer.tier.generation.max_output_tokens
+        ticket = queue.enter(ride.key.priority, ride.ends_at_s, max_tokens)
+        try:
+            flight.on_cancel(ticket.give_up)
+            await ticket.wait()
+            flight.raise_if_cancelled()
+            await self._generate(answer, flight)
+            if answer.first_token_s is not None and ticket.started_s is not None:
+                now_s = time.monotonic()
+                first_token_s, total_s = answer.first_token_s - ticket.started_s, now_s - ticket.started_s
+                queue.pace.observe(first_token_s, total_s, answer.usage.completion_tokens // len(answer.choices))
+        finally:
+            ticket.leave()
 
     async def _generate(self, answer: Answer, flight: Flight) -> None:
         """The whole answer, its last event too."""
@@ -195,14 +263,52 @@ class Pipeline:
         else:
             raise InternalError(f"tier {name!r} is a cloud tier, but there is no client for it")
 
-    def _settle(self, call: Call, output: CallerOutput | None, outcome: str) -> None:
-        """After the last event: the log line. Limits and quality sampling settle here."""
-        line = {"event": "request", "outcome": outcome, "id": call.id, "x_request_id": call.request_id}
+    async def _settle(self, ride: Ride) -> None:
+        """After the last event: quotas, and the log line. Quality sampling settles here."""
+        call, key, output = ride.call, ride.key, ride.output
+        if ride.permit is not None:
+            await ride.permit.settle(measure(ride))
+        line = {"event": "request", "outcome": ride.outcome, "id": call.id, "x_request_id": call.request_id}
+        line |= {} if key is None else {"key": key.id, "tenant": key.tenant}
         if output is not None:
             line |= output.facts()
             if self._cache is not None:
                 self._cache.counts.count_answer(output.cache_facts.kind)
         log.info(json.dumps(line))
+
+
+class Ride:
+    """What the stages know of one call; each fills in its own."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.key: Key | None = None
+        self.ends_at_s: float | None = None
+        self.permit: Permit | None = None
+        self.input_ids: list[int] | None = None  # the prompt's, if it was tokenised for the quotas
+        self.output: CallerOutput | None = None
+        self.flight: Flight | None = None
+        self.outcome = "ok"
+
+
+def measure(ride: Ride) -> Amount:
+    """What a request took in the end.
+
+    A stored answer, or one that another caller pays for, is one request without tokens. Who pays, pays for the prompt
+    and what was generated, also if he left or his deadline passed; but for no prompt if the generation failed before
+    anything came of it. What no engine began takes nothing.
+    """
+    flight = ride.flight
+    answer = None if flight is None else flight.answer
+    if flight is None or answer is None or not answer.usage.prompt_tokens:
+        return Amount()
+    usage = answer.usage
+    if flight.hit is not None or flight.payer is not ride.output:
+        return Amount(1)
+    if ride.outcome not in _PAID and not usage.completion_tokens:
+        return Amount(1)
+    cost = price_of(answer.tier).nano_usd(usage.prompt_tokens, usage.completion_tokens)
+    return Amount(1, usage.prompt_tokens + usage.completion_tokens, cost)
 
 
 def store_answer(answer: Answer, pieces: Sequence[tuple[Choice, Piece | None]]) -> StoredAnswer:

@@ -30,3 +30,8 @@ def pad(input_ids: Sequence[int], length: int, pad_id: int) -> tuple[list[int], 
     """`input_ids` and their mask (1 a token, 0 padding), both `length` long."""
     num_padding = length - len(input_ids)
     return [*input_ids, *[pad_id] * num_padding], [1] * len(input_ids) + [0] * num_padding
+
+
+def most_tokens(given: str | list[int]) -> int:
+    """The most tokens that an input can have: ids are counted, and no word piece is shorter than a byte."""
+    return len(given.encode()) + 2 if isinstance(given, str) else len(given)

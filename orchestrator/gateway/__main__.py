@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument(
         "--allow-origin", action="append", default=[], metavar="ORIGIN", help="a web page's, repeatable"
     )
+    parser.add_argument("--with-keys", action="store_true", help="the orchestrator has keys: ask it about callers")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the port (%(default)s)")
     parser.add_argument("--metrics-dir", type=Path, metavar="DIR", help="where several workers keep their numbers")
     parser.add_argument("--drain-timeout-s", type=int, default=30, help="time live requests get to end (%(default)s)")
@@ -48,6 +49,7 @@ def main() -> None:
         host=args.host,
         allowed_hosts=tuple(args.allow_host),
         allowed_origins=tuple(args.allow_origin),
+        with_keys=args.with_keys,
     )
     config = uvicorn.Config(
         partial(create_app, options),

@@ -17,13 +17,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orchestrator.config import Embedder, load_tiers, read_toml
-from orchestrator.contracts import EMBEDDING_MODEL
-from orchestrator.errors import InternalError, ModelNotFoundError
+from orchestrator.contracts import ANSWER_HEADERS, EMBEDDING_MODEL
+from orchestrator.errors import ApiError, InternalError, ModelNotFoundError
 from orchestrator.gateway.cache_admin import CacheOperation
 from orchestrator.gateway.chat import Completions
 from orchestrator.gateway.embeddings import Embeddings
 from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundError
 from orchestrator.gateway.guard import Guard
+from orchestrator.gateway.messages import error_headers, forwarded_headers
 from orchestrator.gateway.metrics import CONTENT_TYPE, render_page
 from orchestrator.gateway.openapi import describe
 from orchestrator.gateway.triton_client import TritonClient
@@ -32,7 +33,10 @@ from orchestrator.pipeline import AUTO
 
 @dataclass(frozen=True)
 class GatewayOptions:
-    """`host` is the address listened on; `allowed_hosts` and `allowed_origins` are what `Guard` lets in beside it."""
+    """`host` is the address listened on; `allowed_hosts` and `allowed_origins` are what `Guard` lets in beside it.
+
+    `with_keys` says that the orchestrator has keys, so that what does not pass it must be asked about.
+    """
 
     artifact: Path
     triton_grpc_url: str
@@ -40,6 +44,7 @@ class GatewayOptions:
     host: str
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    with_keys: bool = False
 
 
 def create_app(options: GatewayOptions) -> Guard:
@@ -70,10 +75,16 @@ def create_app(options: GatewayOptions) -> Guard:
     def describe_model(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": created, "owned_by": "triton-realtime"}
 
-    async def models(_: Request) -> JSONResponse:
+    async def check(request: Request, right: str) -> None:
+        if options.with_keys:
+            await triton.limits.check(right, forwarded_headers(request.scope))
+
+    async def models(request: Request) -> JSONResponse:
+        await check(request, "models")
         return JSONResponse({"object": "list", "data": [describe_model(name) for name in model_names]})
 
     async def model(request: Request) -> JSONResponse:
+        await check(request, "models")
         name = request.path_params["name"]
         if name not in model_names:
             error = ModelNotFoundError(
@@ -82,7 +93,8 @@ def create_app(options: GatewayOptions) -> Guard:
             return JSONResponse(error.body(), error.status)
         return JSONResponse(describe_model(name))
 
-    async def metrics(_: Request) -> Response:
+    async def metrics(request: Request) -> Response:
+        await check(request, "metrics")
         return Response(await render_page(options.triton_metrics_url), headers={"content-type": CONTENT_TYPE})
 
     async def openapi(_: Request) -> JSONResponse:
@@ -91,7 +103,7 @@ def create_app(options: GatewayOptions) -> Guard:
     endpoints: dict[str, ASGIApp] = {
         "/v1/chat/completions": Completions(triton, "chat"),
         "/v1/completions": Completions(triton, "completion"),
-        "/v1/embeddings": Embeddings(triton, embedder),
+        "/v1/embeddings": Embeddings(triton, embedder, with_keys=options.with_keys),
         "/v1/rt/cache/wrong": CacheOperation(triton, "wrong"),
         "/v1/rt/cache/invalidate": CacheOperation(triton, "invalidate"),
     }
@@ -104,7 +116,8 @@ def create_app(options: GatewayOptions) -> Guard:
         Route("/metrics", metrics),
         Route("/openapi.json", openapi),
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse, Exception: _fail}, lifespan=lifespan)
+    handlers = {HTTPException: _refuse, ApiError: _answer_error, Exception: _fail}
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False  # a redirect would be made from the caller's host header
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,7 +142,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],  # the openai package sends a dozen of its own
-        expose_headers=["x-request-id"],
+        expose_headers=["x-request-id", *ANSWER_HEADERS],
     )
 
 
@@ -142,6 +155,11 @@ async def _refuse(request: Request, fault: Exception) -> JSONResponse:
         return JSONResponse(error.body(), error.status, {"allow": allowed})
     missing = RouteNotFoundError(f"{request.method} {request.url.path}: no such path; /openapi.json lists them")
     return JSONResponse(missing.body(), missing.status)
+
+
+async def _answer_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, error_headers(error))
 
 
 async def _fail(_: Request, __: Exception) -> JSONResponse:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
 
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.contracts import FORWARDED_HEADERS
 from orchestrator.errors import ApiError, EngineError, InvalidRequestError, ShuttingDownError
 from orchestrator.gateway.messages import (
     ClientLeft,
     encode_error,
+    encode_headers,
+    forwarded_headers,
     read_json_body,
     send_error,
     send_json,
@@ -23,8 +23,6 @@ from orchestrator.gateway.metrics import EVENTS, LIVE_STREAMS, TTFT_S
 from orchestrator.gateway.triton_client import EventStream, TritonClient
 from orchestrator.request import Kind, wants_stream
 
-_FORWARDED = {name.encode() for name in FORWARDED_HEADERS}
-_LISTS = (b"cache-control", b"tracestate")
 # The last tells nginx and its kin not to buffer.
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -52,21 +50,12 @@ class Completions:
         except ApiError as error:
             await send_error(send, error)
             return
-        events = self._triton.open(body, _forwarded(scope["headers"]))
+        events = self._triton.open(body, forwarded_headers(scope))
         leaving = asyncio.create_task(_cancel_when_client_leaves(receive, events))
         try:
             await (_relay_stream(events, send, started_s) if stream else _relay_answer(events, send))
         finally:
             leaving.cancel()
-
-
-def _forwarded(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[str, str]]:
-    """Those that go on. Of one that came twice the values are joined where it is a list (RFC 9110, section 5.3)."""
-    found: dict[bytes, bytes] = {}
-    for name, value in headers:
-        if name in _FORWARDED:
-            found[name] = found[name] + b", " + value if name in _LISTS and name in found else value
-    return [(name.decode(), value.decode("latin-1")) for name, value in found.items()]
 
 
 async def _relay_answer(events: EventStream, send: Send) -> None:
@@ -80,7 +69,7 @@ async def _relay_answer(events: EventStream, send: Send) -> None:
     except ApiError as error:
         await send_error(send, error)
     else:
-        await send_json(send, 200, answer)
+        await send_json(send, 200, answer, encode_headers(events.headers))
 
 
 async def _relay_stream(events: EventStream, send: Send, started_s: float) -> None:
@@ -90,7 +79,8 @@ async def _relay_stream(events: EventStream, send: Send, started_s: float) -> No
         async with contextlib.aclosing(events.read()) as reading:
             async for event in reading:
                 if not num_events:
-                    await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+                    headers = [*_SSE, *encode_headers(events.headers)]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True})
                 num_events += 1
                 if num_events == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +13,17 @@ from starlette.types import Receive, Scope, Send
 
 from orchestrator.config import Embedder
 from orchestrator.embedding.request import Input, parse_embedding_request
-from orchestrator.embedding.window import choose_length, pad
+from orchestrator.embedding.window import choose_length, most_tokens, pad
 from orchestrator.errors import ApiError, InvalidRequestError
-from orchestrator.gateway.messages import ClientLeft, read_json_body, send_error, send_json, wait_until_client_leaves
+from orchestrator.gateway.messages import (
+    ClientLeft,
+    encode_headers,
+    forwarded_headers,
+    read_json_body,
+    send_error,
+    send_json,
+    wait_until_client_leaves,
+)
 from orchestrator.gateway.triton_client import TritonClient
 
 # Of one HTTP request: enough to fill two of Triton's batches, and few enough that a short text of somebody else, which
@@ -29,24 +38,39 @@ class Embedding(NamedTuple):
     num_tokens: int
 
 
-class Embeddings:
-    """An ASGI endpoint. For a client that leaves no further input is begun."""
+@dataclass
+class _Done:
+    """What was embedded so far."""
 
-    def __init__(self, triton: TritonClient, embedder: Embedder) -> None:
+    num_tokens: int = 0
+
+
+class Embeddings:
+    """An ASGI endpoint. For a client that leaves no further input is begun, and he pays for those that are done."""
+
+    def __init__(self, triton: TritonClient, embedder: Embedder, *, with_keys: bool) -> None:
         self._triton = triton
         self._embedder = embedder
+        self._with_keys = with_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reservation, done = None, _Done()
         try:
             body = await read_json_body(scope, receive)
             request, inputs = parse_embedding_request(body, self._embedder)
+            if self._with_keys:
+                lengths = [most_tokens(given) for given in inputs]
+                reservation = await self._triton.limits.reserve(lengths, forwarded_headers(scope))
             is_list = isinstance(request.input, list) and not isinstance(request.input[0], int)
-            embeddings = await self._embed_all(inputs, is_list, receive)
+            embeddings = await self._embed_all(inputs, is_list, receive, done)
         except ClientLeft:
             return
         except ApiError as error:
             await send_error(send, error)
             return
+        finally:
+            if reservation is not None:
+                self._triton.limits.settle(reservation, done.num_tokens)
         encode = _to_base64 if request.encoding_format == "base64" else _to_floats
         num_tokens = sum(embedding.num_tokens for embedding in embeddings)
         answer = {
@@ -58,16 +82,20 @@ class Embeddings:
             "model": self._embedder.name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
-        await send_json(send, 200, json.dumps(answer).encode())
+        headers = {} if reservation is None else reservation.headers
+        await send_json(send, 200, json.dumps(answer).encode(), encode_headers(headers))
 
-    async def _embed_all(self, inputs: list[Input], is_list: bool, receive: Receive) -> list[Embedding]:
+    async def _embed_all(self, inputs: list[Input], is_list: bool, receive: Receive, done: _Done) -> list[Embedding]:
         """In their order. Raises the first `ApiError`, or `ClientLeft`."""
         slots = asyncio.Semaphore(MAX_IN_FLIGHT)
 
         async def embed(index: int) -> Embedding:
             async with slots:
                 # Shielded: what Triton has begun, it finishes; it leaks a request that is cancelled as it ends.
-                return await asyncio.shield(self._embed(inputs[index], f"input[{index}]" if is_list else "input"))
+                field = f"input[{index}]" if is_list else "input"
+                embedding = await asyncio.shield(self._embed(inputs[index], field))
+                done.num_tokens += embedding.num_tokens
+                return embedding
 
         tasks = [asyncio.create_task(embed(index)) for index in range(len(inputs))]
         all_done = asyncio.gather(*tasks)

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.errors import ApiError, RequestTooLargeError
+from orchestrator.contracts import FORWARDED_HEADERS
+from orchestrator.errors import ApiError, RequestTooLargeError, UnauthorizedError
 from orchestrator.gateway.errors import UnsupportedMediaTypeError
 from orchestrator.request import MAX_REQUEST_BYTES
 
 Headers = Iterable[tuple[bytes, bytes]]
 
 _JSON = b"application/json"
+
+
+_FORWARDED = {name.encode() for name in FORWARDED_HEADERS}
+_LISTS = (b"cache-control", b"tracestate")
+
+
+def forwarded_headers(scope: Scope) -> list[tuple[str, str]]:
+    """The request's headers that the orchestrator reads.
+
+    Of one that came twice the values are joined where it is a list (RFC 9110, section 5.3).
+    """
+    found: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        if name in _FORWARDED:
+            found[name] = found[name] + b", " + value if name in _LISTS and name in found else value
+    return [(name.decode(), value.decode("latin-1")) for name, value in found.items()]
 
 
 class ClientLeft(Exception):
@@ -83,7 +100,17 @@ async def send_json(send: Send, status: int, body: bytes, headers: Headers = ())
 
 
 async def send_error(send: Send, error: ApiError, headers: Headers = ()) -> None:
-    await send_json(send, error.status, encode_error(error), headers)
+    await send_json(send, error.status, encode_error(error), [*encode_headers(error_headers(error)), *headers])
+
+
+def error_headers(error: ApiError) -> dict[str, str]:
+    """The error's own, and what its status asks for (RFC 9110, section 11.6.1)."""
+    challenge = {"www-authenticate": "Bearer"} if error.status == UnauthorizedError.status else {}
+    return {**challenge, **error.headers}
+
+
+def encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
 
 
 def encode_error(error: ApiError) -> bytes:

@@ -46,14 +46,20 @@ _REFUSED = _errors(
 
 _FAILED = _errors(
     s400="a field is not allowed; `param` names it",
+    s401="no valid key, where the server has keys",
+    s403="a web page of another origin, or not allowed to this key",
     s404="no such model",
     s408="the request took too long to arrive",
     s413="the request is too large",
     s415="the body is not declared as JSON",
+    s429="a quota is used up; `retry-after` says until when",
     s500="ours",
     s502="the engine failed",
     s503="overloaded, or shutting down",
-    s504="only-if-cached, and there is no stored answer",
+    s504="only-if-cached, and there is no stored answer; or the deadline has passed",
+)
+_KEYS = _errors(
+    s401="no valid key, where the server has keys", s403="a web page of another origin, or not allowed to this key"
 )
 
 
@@ -77,7 +83,7 @@ def describe() -> dict[str, Any]:
             "/v1/rt/cache/invalidate": {
                 "post": _operation("invalidateCache", "Invalidation", "What was removed, or would be")
             },
-            "/v1/models": {"get": {"responses": {"200": _json("What `model` may be", models), **_REFUSED}}},
+            "/v1/models": {"get": {"responses": {"200": _json("What `model` may be", models), **_REFUSED, **_KEYS}}},
             "/health": {"get": {"responses": {"200": _json("The gateway lives", status), **_REFUSED}}},
             "/ready": {
                 "get": {
@@ -92,6 +98,7 @@ def describe() -> dict[str, Any]:
                             "content": {"text/plain": {"schema": {"type": "string"}}},
                         },
                         **_REFUSED,
+                        **_KEYS,
                     }
                 }
             },

@@ -13,6 +13,7 @@ from tritonclient.grpc import service_pb2
 from orchestrator import contracts
 from orchestrator.errors import from_message
 from orchestrator.infer_streams import InferStreams, Responses
+from orchestrator.limits.client import LimitsClient, answer_headers_of
 from orchestrator.wire import add_row, add_string, find_output, new_request, read_outputs, stop_request
 
 READY_TIMEOUT_S = 2.0
@@ -24,6 +25,7 @@ class TritonClient:
     def __init__(self, url: str) -> None:
         """`url` is host:port of Triton's gRPC service; nothing is sent before the first request."""
         self._streams = InferStreams(url)
+        self.limits = LimitsClient(self._streams)
 
     async def close(self) -> None:
         await self._streams.close()
@@ -89,9 +91,13 @@ class TritonClient:
 
 
 class EventStream:
-    """The events of one call, for one reader. `cancel` ends the generation; it may be called at any time."""
+    """The events of one call, for one reader. `cancel` ends the generation; it may be called at any time.
+
+    `headers` are the answer's, known with the first event.
+    """
 
     def __init__(self, responses: Responses) -> None:
+        self.headers: dict[str, str] = {}
         self._responses = responses
         self.cancel = responses.cancel
 
@@ -105,4 +111,5 @@ class EventStream:
                 if response.error_message:
                     raise from_message(response.error_message)
                 if raw := find_output(response, contracts.EVENT):
+                    self.headers = self.headers or answer_headers_of(response)
                     yield raw[4:]  # one STRING element: a length of 4 bytes, then the text

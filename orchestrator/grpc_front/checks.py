@@ -8,6 +8,7 @@ memory, and has no parameter that we do not know.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from orchestrator.contracts import FORWARDED_HEADERS, FRONT_MODELS, FrontModel, TensorSpec
@@ -69,6 +70,23 @@ def check_request(request: Any) -> None:
             raise _refused(f"inputs[{index}].name", f"{_shown(tensor.name)} is not one of {', '.join(specs)}")
         raw = request.raw_input_contents[index] if request.raw_input_contents else None
         _check_tensor(f"inputs[{index}]", tensor, raw, specs[tensor.name])
+
+
+def most_tokens(request: Any) -> list[int]:
+    """The most tokens that each text of a checked request to `embedding` can have: no word piece is below a byte."""
+    texts = list(request.inputs[0].contents.bytes_contents)
+    if request.raw_input_contents:
+        texts = list(_elements(request.raw_input_contents[0]))
+    return [len(text) + 2 for text in texts]
+
+
+def _elements(raw: bytes) -> Iterator[bytes]:
+    """Of a serialized BYTES tensor whose lengths add up."""
+    offset = 0
+    while offset < len(raw):
+        begin = offset + _LENGTH_BYTES
+        offset = begin + int.from_bytes(raw[offset:begin], "little")
+        yield raw[begin:offset]
 
 
 def _check_tensor(field: str, tensor: Any, raw: bytes | None, spec: TensorSpec) -> None:

@@ -7,17 +7,18 @@ import logging
 import uuid
 from collections.abc import Iterable
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
 from tritonclient.grpc import service_pb2
 
-from orchestrator.contracts import FORWARDED_HEADERS
+from orchestrator.contracts import EMBEDDING_MODEL, FORWARDED_HEADERS
 from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_ensemble
-from orchestrator.grpc_front.checks import check_request
+from orchestrator.grpc_front.checks import check_request, most_tokens
 from orchestrator.infer_streams import InferStreams, Responses
+from orchestrator.limits.client import LimitsClient, MeteredResponses
 from orchestrator.wire import ask_for_end, error_response, is_end
 
 log = logging.getLogger("orchestrator.grpc_front")
@@ -27,6 +28,14 @@ MAX_LIVE_PER_STREAM = 64
 
 Metadata = Iterable[tuple[str, Any]]
 T = TypeVar("T")
+AnyResponses = Responses | MeteredResponses
+
+
+class Upstream(NamedTuple):
+    """The way to Triton; `limits` where the orchestrator has keys, to ask about what does not pass it."""
+
+    streams: InferStreams
+    limits: LimitsClient | None = None
 
 
 def parse(kind: type[Message], data: bytes) -> Any:
@@ -37,7 +46,7 @@ def parse(kind: type[Message], data: bytes) -> Any:
         raise InvalidRequestError(f"the message is no {kind.DESCRIPTOR.name}") from error
 
 
-def prepare(streams: InferStreams, request: Any, metadata: Metadata) -> tuple[Responses, bool]:
+def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyResponses, bool]:
     """Check a caller's request and make it ours; returns its responses, and whether he asked for an empty last one.
 
     Raises the `ApiError` that refuses it.
@@ -51,17 +60,23 @@ def prepare(streams: InferStreams, request: Any, metadata: Metadata) -> tuple[Re
         if name in FORWARDED_HEADERS:
             request.parameters[name].string_param = value
     wants_end = ask_for_end(request)
-    return Responses(streams, request), wants_end
+    responses = Responses(upstream.streams, request)
+    if upstream.limits is None or request.model_name != EMBEDDING_MODEL:
+        return responses, wants_end
+    headers = [
+        (name, request.parameters[name].string_param) for name in FORWARDED_HEADERS if name in request.parameters
+    ]
+    return MeteredResponses(upstream.limits, responses, most_tokens(request), headers), wants_end
 
 
-async def infer(streams: InferStreams, data: bytes, metadata: Metadata) -> Any:
+async def infer(upstream: Upstream, data: bytes, metadata: Metadata) -> Any:
     """`ModelInfer`: the one response. Triton refuses this call for decoupled models; a whole answer fits it.
 
     Raises the `ApiError` that the request was refused or answered with.
     """
     request = parse(service_pb2.ModelInferRequest, data)
     request_id = request.id
-    responses, _ = prepare(streams, request, metadata)
+    responses, _ = prepare(upstream, request, metadata)
     reading = _keep(asyncio.create_task(_read_one(responses)))
     try:
         answer = await asyncio.shield(reading)
@@ -72,7 +87,7 @@ async def infer(streams: InferStreams, data: bytes, metadata: Metadata) -> Any:
     return answer
 
 
-async def _read_one(responses: Responses) -> Any:
+async def _read_one(responses: AnyResponses) -> Any:
     answer = None
     async with aclosing(responses.read()) as reading:
         async for response in reading:
@@ -97,11 +112,11 @@ class StreamRelay:
     before it was taken by the caller's connection: a caller that does not read holds one response here.
     """
 
-    def __init__(self, streams: InferStreams, context: aio.ServicerContext) -> None:
-        self._streams = streams
+    def __init__(self, upstream: Upstream, context: aio.ServicerContext) -> None:
+        self._upstream = upstream
         self._context = context
         self._metadata = context.invocation_metadata() or ()
-        self._live: dict[asyncio.Task[None], Responses] = {}
+        self._live: dict[asyncio.Task[None], AnyResponses] = {}
         self._writing = asyncio.Lock()
         self._reader = asyncio.create_task(self._read_requests())
         self._is_draining = False
@@ -139,7 +154,7 @@ class StreamRelay:
                     raise OverloadedError(
                         f"{MAX_LIVE_PER_STREAM} requests run on this stream, which is the limit; open another one"
                     )
-                responses, wants_end = prepare(self._streams, request, self._metadata)
+                responses, wants_end = prepare(self._upstream, request, self._metadata)
             except ApiError as error:
                 await self._write(error_response(request_id, error.to_message()))
                 continue
@@ -148,7 +163,7 @@ class StreamRelay:
             self._live[task] = responses
             task.add_done_callback(self._ended)
 
-    async def _relay(self, responses: Responses, request_id: str, wants_end: bool) -> None:
+    async def _relay(self, responses: AnyResponses, request_id: str, wants_end: bool) -> None:
         try:
             async with aclosing(responses.read()) as reading:
                 async for response in reading:
@@ -191,7 +206,7 @@ def _let_go(task: asyncio.Task[Any]) -> None:
         task.exception()  # seen: whoever waited for it got it, and nobody else wants it
 
 
-async def _cancel(responses: Responses) -> None:
+async def _cancel(responses: AnyResponses) -> None:
     with suppress(ApiError):  # a stream that broke has nothing to cancel
         await responses.cancel()
 

@@ -14,8 +14,9 @@ from tritonclient.grpc import service_pb2
 
 from orchestrator.errors import ApiError
 from orchestrator.grpc_front.checks import check_model
-from orchestrator.grpc_front.relay import StreamRelay, infer, parse
+from orchestrator.grpc_front.relay import StreamRelay, Upstream, infer, parse
 from orchestrator.infer_streams import InferStreams
+from orchestrator.limits.client import LimitsClient
 from orchestrator.request import MAX_REQUEST_BYTES
 
 log = logging.getLogger("orchestrator.grpc_front")
@@ -95,8 +96,10 @@ class Server(cygrpc.AioServer):  # type: ignore[misc]
 class Front:
     """The handlers of every call of Triton's service. Messages come as bytes and are parsed by the handlers."""
 
-    def __init__(self, streams: InferStreams) -> None:
+    def __init__(self, streams: InferStreams, *, with_keys: bool = False) -> None:
+        """`with_keys` says that the orchestrator has keys, so that what does not pass it must be asked about."""
         self._streams = streams
+        self._upstream = Upstream(streams, LimitsClient(streams) if with_keys else None)
         self._relays: set[StreamRelay] = set()
         served = {name: _unary(self._ask(name)) for name in _ASKED} | {
             "ModelInfer": _unary(self._infer),
@@ -130,14 +133,14 @@ class Front:
 
     async def _infer(self, data: bytes, context: aio.ServicerContext) -> bytes:
         try:
-            answer = await infer(self._streams, data, context.invocation_metadata() or ())
+            answer = await infer(self._upstream, data, context.invocation_metadata() or ())
             return bytes(answer.SerializeToString())
         except ApiError as error:
             await _abort(context, error)
         raise AssertionError("abort raises")
 
     async def _stream_infer(self, _: object, context: aio.ServicerContext) -> None:
-        relay = StreamRelay(self._streams, context)
+        relay = StreamRelay(self._upstream, context)
         self._relays.add(relay)
         try:
             await relay.run()
@@ -160,4 +163,6 @@ def _deny(name: str) -> Callable[[bytes, aio.ServicerContext], Awaitable[bytes]]
 
 
 async def _abort(context: aio.ServicerContext, error: ApiError) -> None:
-    await context.abort(_STATUS_CODES.get(error.status, grpc.StatusCode.INTERNAL), error.to_message())
+    """Its headers go as trailing metadata, and in the message as on a stream."""
+    code = _STATUS_CODES.get(error.status, grpc.StatusCode.INTERNAL)
+    await context.abort(code, error.to_message(), tuple(error.headers.items()))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ from orchestrator.cache.stage import AnswerCache
 from orchestrator.cache.stores import create_store
 from orchestrator.call import Call
 from orchestrator.cloud import create_cloud_client
-from orchestrator.config import load_tiers
+from orchestrator.config import Embedder, load_tiers, read_toml
 from orchestrator.errors import ApiError, OverloadedError
+from orchestrator.limits import create_gate
+from orchestrator.limits.operations import Operations
 from orchestrator.pipeline import Pipeline
 from orchestrator.triton.cancellation import CancellationWatcher
 from orchestrator.triton.embedding_client import GrpcEmbedder
 from orchestrator.triton.engine_client import GrpcEngineClient
+from orchestrator.triton.limits_metrics import LimitsMetrics
 from orchestrator.triton.metrics import CacheMetrics, live_requests_gauge
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
@@ -52,16 +56,23 @@ class OrchestratorModel:
         url = os.environ.get(contracts.GRPC_URL_VARIABLE, contracts.DEFAULT_GRPC_URL)
         self._engines = GrpcEngineClient(url)
         self._cloud = create_cloud_client(tiers.tier, os.environ)
+        self._gate = create_gate(os.environ)
         self._embedder = self._metrics = self._store = cache = None
         self._store_errors: Counter[str] = Counter()
         if tiers.cache is not None:
             self._embedder, self._metrics = GrpcEmbedder(root, url), CacheMetrics()
             self._store = create_store(tiers.cache.max_bytes, os.environ, self._store_errors)
             cache = AnswerCache(tiers.cache, Lookup(self._store, self._store.clock), self._embedder, self._metrics)
-        self._pipeline = Pipeline(tiers, root, self._engines, self._cloud, cache=cache)
-        self._watcher = CancellationWatcher(
-            CANCELLATION_CHECK_PERIOD_S, live_requests_gauge(contracts.ORCHESTRATOR_MODEL).set
-        )
+        self._pipeline = Pipeline(tiers, root, self._engines, self._cloud, cache=cache, gate=self._gate)
+        embedder = read_toml(root / "embedder.toml", Embedder)
+        self._limits_operations = Operations(self._gate, embedder.max_input_tokens)
+        live, limits = live_requests_gauge(contracts.ORCHESTRATOR_MODEL), LimitsMetrics(self._gate)
+
+        def publish(num_live: int) -> None:  # on the watcher's thread: each number told is a round trip to the server
+            live.set(num_live)
+            limits.publish(self._pipeline.num_waiting())
+
+        self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, publish)
         self._max_live_requests = tiers.limits.max_live_requests
         self._num_live = 0
         self._calls: dict[str, Call] = {}  # by request id, for who sends one
@@ -99,7 +110,7 @@ class OrchestratorModel:
     def _start(self, call: Call, sender: Sender, request_id: str) -> None:
         if self._num_live >= self._max_live_requests:
             text = f"{self._max_live_requests} requests are running, which is the limit; try again later"
-            call.sink.fail(OverloadedError(text))
+            call.sink.fail(OverloadedError(text, headers={"retry-after": "1"}))
             return
         self._num_live += 1
         self._spawn(self._serve(call, sender, request_id))
@@ -124,10 +135,12 @@ class OrchestratorModel:
             self._calls[request_id] = call
         try:
             operation = call.parameters.get(contracts.CACHE_OPERATION_PARAMETER)
-            if operation is None:
-                await self._pipeline.run(call)
-            else:
+            if contracts.LIMITS_OPERATION_PARAMETER in call.parameters:
+                await self._limits_operations.run(call)
+            elif operation is not None:
                 await self._pipeline.operate(call, operation)
+            else:
+                await self._pipeline.run(call)
         finally:
             self._watcher.unwatch(key)
             self._calls.pop(request_id, None)
@@ -144,6 +157,7 @@ class OrchestratorModel:
         if self._store is not None:
             await self._store.close()
         await self._engines.close()
+        await self._gate.close()
         if self._cloud is not None:
             await self._cloud.close()
 
@@ -160,10 +174,21 @@ class TritonSink:
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
+        self._headers: dict[str, str] = {}  # for the first event to take along
+
+    def announce(self, headers: Mapping[str, str]) -> None:
+        self._headers = dict(headers)
 
     def send(self, event: str, *, final: bool) -> None:
-        tensor = pb_utils.Tensor(contracts.EVENT.name, np.array([event.encode()], dtype=np.object_))
-        self._sender.send(pb_utils.InferenceResponse([tensor]), final=final)
+        tensors = [_string(contracts.EVENT, event)]
+        if self._headers:
+            tensors.append(_string(contracts.HEADERS, json.dumps(self._headers)))
+            self._headers = {}
+        self._sender.send(pb_utils.InferenceResponse(tensors), final=final)
 
     def fail(self, error: ApiError) -> None:
         self._sender.send(pb_utils.InferenceResponse(error=to_triton_error(error)), final=True)
+
+
+def _string(spec: contracts.TensorSpec, text: str) -> Any:
+    return pb_utils.Tensor(spec.name, np.array([text.encode()], dtype=np.object_))

@@ -20,6 +20,7 @@ class FrontOptions:
     host: str = LOOPBACK
     cert: Path | None = None
     key: Path | None = None
+    with_keys: bool = False  # the orchestrator has keys
 
     def check(self) -> None:
         """Raises `StartError` when certificate and key cannot be used."""
@@ -40,7 +41,7 @@ class FrontOptions:
     @property
     def warning(self) -> str | None:
         """What the operator should know of this choice."""
-        if self.cert is not None or _is_loopback(self.host):
+        if self.cert is not None or is_loopback(self.host):
             return None
         return (
             f"warning: the gRPC front listens on {self.host} without TLS: prompts, answers and keys can be read on "
@@ -56,11 +57,13 @@ class FrontOptions:
             *("--host", self.host),
             *("--port", str(ports.grpc_front)),
             *("--drain-timeout-s", str(math.ceil(drain_timeout_s))),
+            *(("--with-keys",) if self.with_keys else ()),
             *tls,
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -20,8 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.config import ConfigError
+from orchestrator.limits.keys import KEYS_VARIABLE, read_keys
 from orchestrator.triton.artifact import Artifact, check_artifact
-from orchestrator.triton.front import FrontOptions
+from orchestrator.triton.front import FrontOptions, is_loopback
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
 from orchestrator.triton.process import POLL_INTERVAL_S, Child, Cleaner, StartError
 from orchestrator.triton.server import TritonInstall, TritonLaunch, find_triton, launch, shell_safe
@@ -44,7 +46,8 @@ class ChildDied(StartError):
 class ServeOptions:
     """What `serve` was asked for. A port of 0 becomes a free one; `run_dir` takes logs and `serve.json`.
 
-    `allowed_hosts` and `allowed_origins` are whom the gateway answers beside its own address and its own pages.
+    `keys` is the file of API keys. `allowed_hosts` and `allowed_origins` are whom the gateway answers beside its own
+    address and its own pages.
     """
 
     artifact: Path
@@ -56,6 +59,23 @@ class ServeOptions:
     gateway_workers: int = 1
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    keys: Path | None = None
+
+    def check_keys(self) -> None:
+        """Raises `StartError` when the keys cannot be used, or when there are none and strangers could call."""
+        if self.keys is not None:
+            try:
+                read_keys(self.keys)
+            except ConfigError as error:
+                raise StartError(str(error)) from error
+            return
+        for flag, host in (("--host", self.host), ("--grpc-front-host", self.front.host)):
+            if not is_loopback(host):
+                raise StartError(
+                    f"{flag} {host}: without keys everybody who reaches this machine could call\n"
+                    "fix: python -m orchestrator keys add --keys keys.json --tenant NAME, then "
+                    f"serve {flag} {host} --keys keys.json; or listen on {LOOPBACK}"
+                )
 
 
 @dataclass(frozen=True)
@@ -123,6 +143,7 @@ def serve(options: ServeOptions) -> None:
     with Signals() as signals:
         artifact = check_artifact(options.artifact)
         options.front.check()
+        options.check_keys()
         ports = settle(options.ports, options.host, options.front.host)
         install = find_triton(os.environ.get("PATH", os.defpath))
         _say(f"serving {artifact.root} (target {artifact.target})")
@@ -141,7 +162,7 @@ def serve(options: ServeOptions) -> None:
                 shm_prefix=cleaner.shm_prefix,
                 restricted_key=secrets.token_urlsafe(),
                 exit_timeout_s=math.ceil(options.drain_timeout_s),
-                environ=os.environ,
+                environ={**os.environ, KEYS_VARIABLE: str(options.keys.absolute()) if options.keys else ""},
             )
             gateway = gateway_command(artifact, options, ports, run_dir)
             front = options.front.command(ports, options.drain_timeout_s)
@@ -159,6 +180,7 @@ def gateway_command(artifact: Artifact, options: ServeOptions, ports: Ports, run
         *("--port", str(ports.gateway)),
         *("--workers", str(options.gateway_workers)),
         *("--metrics-dir", str(run_dir / "gateway-metrics")),
+        *(("--with-keys",) if options.keys else ()),
         *(f"--allow-host={name}" for name in options.allowed_hosts),
         *(f"--allow-origin={origin}" for origin in options.allowed_origins),
         *("--drain-timeout-s", str(math.ceil(options.drain_timeout_s))),

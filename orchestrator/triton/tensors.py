@@ -12,11 +12,14 @@ from orchestrator.errors import ApiError
 # Attributes of pb_utils are looked up when used: the stub adds the compiled ones only after importing the model.
 _CODE_NAMES = {
     400: "INVALID_ARG",
+    401: "INVALID_ARG",
+    403: "INVALID_ARG",
     404: "NOT_FOUND",
     413: "INVALID_ARG",
+    429: "UNAVAILABLE",
     499: "CANCELLED",
     503: "UNAVAILABLE",
-    504: "NOT_FOUND",
+    504: "UNAVAILABLE",
 }
 
 

@@ -64,6 +64,8 @@ def test_no_command_is_left_out() -> None:
         "curl http",
         "grpc_stream",
         "orchestrator chat",
+        "keys add",
+        "keys list",
     ]
     tested += [
         "scripts/stop",
@@ -110,6 +112,14 @@ def test_curl(at_stack: Callable[[str], str]) -> None:
 def test_curl_for_embeddings(at_stack: Callable[[str], str]) -> None:
     answer = json.loads(run(at_stack(find("curl http"))))
     assert [len(each["embedding"]) for each in answer["data"]] == [384, 384]
+
+
+def test_keys(tmp_path: Path) -> None:
+    path = str(tmp_path / "keys.json")
+    secret = run(find("keys add").replace("keys.json", path)).strip()
+    assert secret.startswith("rt-")
+    listed = run(find("keys list").replace("keys.json", path))
+    assert "acme-1  acme    simple,embedding  60            20000       5" in listed and secret not in listed
 
 
 def test_openai(at_stack: Callable[[str], str]) -> None:

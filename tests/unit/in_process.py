@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from orchestrator.engines import Chunk, EngineRequest, Stepper
@@ -65,12 +65,17 @@ class RecordingSink:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.error: ApiError | None = None
+        self.headers: dict[str, str] = {}
         self.num_ends = 0
 
     def send(self, event: str, *, final: bool) -> None:
         assert self.num_ends == 0, "an event after the end"
         self.events.append(json.loads(event))
         self.num_ends += final
+
+    def announce(self, headers: Mapping[str, str]) -> None:
+        assert not self.events, "headers after an event"
+        self.headers = dict(headers)
 
     def fail(self, error: ApiError) -> None:
         assert self.num_ends == 0, "an error after the end"

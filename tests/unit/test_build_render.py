@@ -64,7 +64,7 @@ TOKENS = (contracts.EMBEDDING_INPUT_IDS, contracts.ATTENTION_MASK)
     ("name", "inputs", "outputs", "scheduling"),
     [
         ("llm_small", contracts.ENGINE_INPUTS, contracts.ENGINE_OUTPUTS, None),
-        ("orchestrator", (contracts.REQUEST,), (contracts.EVENT,), None),
+        ("orchestrator", (contracts.REQUEST,), (contracts.EVENT, contracts.HEADERS), None),
         ("embedding_tokenizer", (contracts.TEXT,), (*TOKENS, contracts.NUM_TOKENS), "dynamic_batching"),
         ("embedding_encoder", TOKENS, (contracts.EMBEDDING,), "dynamic_batching"),
         ("embedding", (contracts.TEXT,), (contracts.EMBEDDING, contracts.NUM_TOKENS), "ensemble_scheduling"),

@@ -31,7 +31,8 @@ from orchestrator.call import Call
 from orchestrator.config import CachePolicy, load_tiers
 from orchestrator.engines.scripted import DEFAULT_TEXT, ScriptedStepper, Settings
 from orchestrator.errors import CancelledError, EngineError, InvalidRequestError, NotCachedError
-from orchestrator.identity import Caller, identify
+from orchestrator.limits.gate import Gate
+from orchestrator.limits.keys import EVERYBODY, Key
 from orchestrator.pipeline import Pipeline
 from orchestrator.streaming.log_probs import TokenLogProb
 from orchestrator.streaming.text import Piece
@@ -80,6 +81,17 @@ class BagOfWords:
         return vector / np.float32(math.sqrt(float(vector @ vector)) or 1.0)
 
 
+class FakeGate(Gate):
+    """Says whose call it is."""
+
+    def __init__(self, key: Callable[[], Key]) -> None:
+        super().__init__()
+        self._key = key
+
+    def identify(self, call: Call) -> Key:
+        return self._key()
+
+
 class Bench:
     """A pipeline with a cache, on a clock of its own; `ask` serves calls side by side on one loop."""
 
@@ -96,7 +108,7 @@ class Bench:
             root,
             engines,
             cache=self.cache,
-            identify=lambda call: Caller(self.tenant),
+            gate=FakeGate(lambda: EVERYBODY.model_copy(update={"tenant": self.tenant})),
         )
 
     def ask(self, text: str = QUESTION, control: str = "", **fields: Any) -> RecordingSink:
@@ -381,7 +393,7 @@ def test_a_malformed_header_is_refused(bench: Bench) -> None:
 
 def test_who_a_caller_says_he_is_changes_nothing() -> None:
     call = Call(b"{}", {"authorization": "Bearer x", "x-tenant": "a", "tenant": "a"}, RecordingSink())
-    assert identify(call) == Caller("default", may_cache=True)
+    assert Gate().identify(call) == EVERYBODY
 
 
 @settings(max_examples=25)
@@ -399,9 +411,10 @@ def test_tenants_never_share(make_bench: Callable[..., Bench], asked: list[tuple
         seen.add((tenant, topic))
 
 
-def test_a_caller_may_be_kept_out(bench: Bench) -> None:
-    bench.pipeline._identify = lambda call: Caller(may_cache=False)
-    assert [kind(bench.ask()), kind(bench.ask())] == ["bypass", "bypass"]
+def test_keys_of_other_rights_share_no_answer_of_auto(bench: Bench) -> None:
+    keys = [EVERYBODY, EVERYBODY.model_copy(update={"tiers": ("expert",)}), EVERYBODY]
+    bench.pipeline._gate = FakeGate(iter(keys).__next__)
+    assert [kind(bench.ask()) for _ in keys] == ["miss", "miss", "exact"]
 
 
 # --- single flight -------------------------------------------------------------------------------------------
@@ -526,7 +539,7 @@ def test_who_wants_his_own_answer_shares_none(bench: Bench, fields: dict[str, An
 
 def test_tenants_share_no_flight(bench: Bench) -> None:
     tenants = iter(["a", "b"])
-    bench.pipeline._identify = lambda call: Caller(next(tenants))
+    bench.pipeline._gate = FakeGate(lambda: EVERYBODY.model_copy(update={"tenant": next(tenants)}))
     fly(bench, [bench.call(SLOW) for _ in range(2)])
     assert bench.num_generated == 2
 

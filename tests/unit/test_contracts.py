@@ -19,6 +19,7 @@ from orchestrator.contracts import (
     ENGINE_INPUTS,
     ENGINE_OUTPUTS,
     EVENT,
+    HEADERS,
     NUM_TOKENS,
     REQUEST,
     TEXT,
@@ -89,7 +90,7 @@ def test_the_engine_config_is_the_contract() -> None:
 def test_the_orchestrator_config_is_the_contract() -> None:
     config = read_config("orchestrator")
     assert as_declared(config.input) == as_specified([REQUEST])
-    assert as_declared(config.output) == as_specified(outputs=[EVENT])
+    assert as_declared(config.output) == as_specified(outputs=[EVENT, HEADERS])
     assert config.model_transaction_policy.decoupled
 
 

@@ -11,12 +11,18 @@ from orchestrator.errors import ApiError, EngineError, from_message, strip_ensem
 
 ALL = (
     (errors.InvalidRequestError, 400, "invalid_request_error", "invalid_value"),
+    (errors.UnauthorizedError, 401, "invalid_request_error", "invalid_api_key"),
+    (errors.NotAllowedError, 403, "invalid_request_error", "not_allowed"),
     (errors.ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
     (errors.RequestTooLargeError, 413, "invalid_request_error", "request_too_large"),
+    (errors.RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (errors.BudgetError, 429, "insufficient_quota", "insufficient_quota"),
     (errors.OverloadedError, 503, "server_error", "overloaded"),
     (errors.StoreUnavailableError, 503, "server_error", "store_unavailable"),
     (errors.ShuttingDownError, 503, "server_error", "shutting_down"),
     (errors.NotCachedError, 504, "invalid_request_error", "not_cached"),
+    (errors.DeadlineError, 504, "server_error", "deadline_exceeded"),
+    (errors.LimitsUnavailableError, 503, "server_error", "limits_unavailable"),
     (errors.CancelledError, 499, "cancelled", "cancelled"),
     (errors.EngineError, 502, "server_error", "engine_error"),
     (errors.CloudError, 502, "server_error", "cloud_error"),
@@ -37,6 +43,14 @@ def test_round_trip(error_type: type[ApiError], status: int, type_: str, code: s
     assert got.body() == {"error": {"message": 'stop: "ü"\n', "type": type_, "param": "stop", "code": code}}
 
 
+def test_headers_travel_beside_the_object() -> None:
+    headers = {"retry-after": "7", "x-ratelimit-remaining-tokens": "0"}
+    sent = errors.RateLimitError("m", headers={**headers, "set-cookie": "x"})
+    got = from_message(sent.to_message())
+    assert (type(got), got.headers) == (errors.RateLimitError, headers)
+    assert "headers" not in got.body()
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -46,6 +60,7 @@ def test_round_trip(error_type: type[ApiError], status: int, type_: str, code: s
         "[]",
         "{}",
         '{"error": 5}',
+        '{"error": {"message": "m", "param": null, "code": "overloaded"}, "headers": 5}',
         json.dumps({"error": {"message": "m", "param": None, "code": "of another system"}}),
     ],
 )

@@ -212,7 +212,9 @@ def test_a_server_that_ends_by_itself_ends_the_process(monkeypatch: pytest.Monke
         return None
 
     monkeypatch.setattr(Server, "wait_for_termination", ends)
-    args = argparse.Namespace(triton_grpc="127.0.0.1:1", host="127.0.0.1", port=0, cert=None, drain_timeout_s=1)
+    args = argparse.Namespace(
+        triton_grpc="127.0.0.1:1", host="127.0.0.1", port=0, cert=None, with_keys=False, drain_timeout_s=1
+    )
     with pytest.raises(SystemExit, match="ended by itself"):
         asyncio.run(run(args))
 

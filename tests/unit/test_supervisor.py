@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchestrator.__main__ import main
 from orchestrator.triton.artifact import Artifact
+from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
-from orchestrator.triton.process import Child, Cleaner
+from orchestrator.triton.process import Child, Cleaner, StartError
 from orchestrator.triton.server import TritonInstall, TritonLaunch
 from orchestrator.triton.supervisor import ChildDied, ServeFacts, ServeOptions, Signals, gateway_command, supervise
 
@@ -239,7 +241,7 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     """Neither a child, nor what the child started, nor its shared memory."""
     script = f"""
         import pathlib, time
-        from orchestrator.triton.process import Child, Cleaner
+        from orchestrator.triton.process import Child, Cleaner, StartError
         with Cleaner() as cleaner:
             log = pathlib.Path({str(tmp_path / "log")!r})
             cleaner.watch(Child("child", ("bash", "-c", "sleep 60 & echo $! $$; wait"), log))
@@ -277,6 +279,29 @@ def test_the_gateway_is_told_whom_to_answer(tmp_path: Path) -> None:
     assert "--workers 3" in command and f"--metrics-dir {tmp_path}/run/gateway-metrics" in command
     assert "--triton-metrics http://127.0.0.1:8002/metrics" in command
     assert "--allow-host=a --allow-host=b --allow-origin=http://c" in command
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0"),
+        ({"host": "::"}, "--host ::"),
+        ({"host": "192.0.2.1"}, "--host 192.0.2.1"),
+        ({"front": FrontOptions("0.0.0.0")}, "--grpc-front-host 0.0.0.0"),
+    ],
+)
+def test_beyond_loopback_it_takes_keys(tmp_path: Path, options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(StartError, match=f"{flag}: without keys everybody .*\nfix: .* keys add") as caught:
+        ServeOptions(tmp_path, tmp_path, **options).check_keys()
+    assert f"serve {flag} --keys keys.json" in str(caught.value)
+    path = tmp_path / "keys.json"
+    with pytest.raises(StartError, match="cannot be read"):
+        ServeOptions(tmp_path, tmp_path, keys=path, **options).check_keys()
+    path.write_text('{"keys": []}')
+    with_keys = ServeOptions(tmp_path, tmp_path, keys=path, **options)
+    with_keys.check_keys()
+    assert "--with-keys" in gateway_command(Artifact(tmp_path, "scripted"), with_keys, Ports(), tmp_path)
+    ServeOptions(tmp_path, tmp_path, host="localhost", front=FrontOptions("::1")).check_keys()
 
 
 # --- the command line --------------------------------------------------------------------------------------

@@ -323,11 +323,14 @@ def test_a_client_that_leaves_stops_its_request_alone(model: engine_model.Engine
 class BlockingPipeline:
     """Holds every call until the test lets go."""
 
-    def __init__(self, *_: object, cache: None) -> None:
+    def __init__(self, *_: object, cache: None, gate: object) -> None:
         self.go = threading.Event()
 
     async def finish(self) -> None:
         pass
+
+    def num_waiting(self) -> dict[str, int]:
+        return {}
 
     async def run(self, call: Any) -> None:
         while not self.go.is_set():
@@ -343,6 +346,8 @@ def test_beyond_the_limits_a_call_is_refused_and_then_there_is_room_again(
     rows = "".join(f"{key} = {json.dumps(value)}\n" for key, value in json.loads(tier).items())
     limits = "[limits]\nmax_live_requests = 3\n"
     (tmp_path / "tiers.toml").write_text(f"[[tier]]\n{rows}generation = {{ max_output_tokens = 4 }}\n{limits}")
+    numbers = "".join(f"{name} = 3\n" for name in ("max_input_tokens", "vocab_size", "cls_id", "sep_id", "pad_id"))
+    (tmp_path / "embedder.toml").write_text(f'name = "e"\n{numbers}')
     monkeypatch.setattr(adapter, "Pipeline", BlockingPipeline)
     model = adapter.OrchestratorModel({"model_repository": str(tmp_path / "model_repository" / "orchestrator")})
     pipeline = model._pipeline

@@ -286,6 +286,8 @@ def test_the_fronts_command_line() -> None:
         *("-m", "orchestrator.grpc_front", "--triton-grpc", "127.0.0.1:3", "--host", "0.0.0.0", "--port", "5"),
         *("--drain-timeout-s", "7", "--cert", "c.pem", "--key", "k.pem"),
     )
+    with_keys = FrontOptions(with_keys=True).command(Ports(1, 2, 3, 4, 5), 6.5)
+    assert with_keys[-1] == "--with-keys"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])

@@ -1,0 +1,101 @@
+"""`python -m orchestrator keys add|list|revoke`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from orchestrator.config import ConfigError, describe
+from orchestrator.limits.keys import Key, KeyFile, change_keys, digest_of, new_secret, read_keys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True)
+    add = actions.add_parser("add", help="make a key, and show it once")
+    listing = actions.add_parser("list", help="what keys there are")
+    revoke = actions.add_parser("revoke", help="take a key back; a running server heeds it at once")
+    for action in (add, listing, revoke):
+        action.add_argument("--keys", type=Path, required=True, metavar="FILE", help="as `serve --keys` has it")
+    add.add_argument("--tenant", required=True, metavar="NAME", help="whose it is; tenants share nothing")
+    add.add_argument("--id", metavar="NAME", help="what the key is called (default: the tenant and a number)")
+    add.add_argument("--tier", action="append", metavar="NAME", help="a tier, or embedding; repeatable (default all)")
+    add.add_argument("--requests-per-minute", type=int, metavar="N", help="default: no limit")
+    add.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and answer; default: no limit")
+    add.add_argument("--usd-per-day", type=float, metavar="X", help="default: no limit")
+    add.add_argument("--priority", choices=("interactive", "batch"), default="interactive", help="default %(default)s")
+    add.add_argument("--deadline-ms", type=int, metavar="N", help="for requests without x-deadline-ms; default: none")
+    add.add_argument("--metrics", action="store_true", help="it may read /metrics")
+    revoke.add_argument("id", metavar="ID")
+    add.set_defaults(run=_add)
+    listing.set_defaults(run=_list)
+    revoke.set_defaults(run=_revoke)
+
+
+def _add(options: argparse.Namespace) -> None:
+    """Prints the key alone on stdout, for scripts."""
+    secret = new_secret()
+
+    def add(file: KeyFile) -> KeyFile:
+        ids = {key.id for key in file.keys}
+        number = next(number for number in range(1, len(ids) + 2) if f"{options.tenant}-{number}" not in ids)
+        key_id = options.id or f"{options.tenant}-{number}"
+        if key_id in ids:
+            raise ConfigError(f"--id: {key_id!r} is there already; choose another, or revoke it first")
+        fields = {
+            "id": key_id,
+            "digest": digest_of(secret),
+            "tenant": options.tenant,
+            "tiers": options.tier,
+            "requests_per_minute": options.requests_per_minute,
+            "tokens_per_minute": options.tokens_per_minute,
+            "usd_per_day": options.usd_per_day,
+            "priority": options.priority,
+            "deadline_ms": options.deadline_ms,
+            "may_read_metrics": options.metrics,
+        }
+        return KeyFile(keys=(*file.keys, _checked(fields)))
+
+    made = change_keys(options.keys, add).keys[-1]
+    print(f"the key {made.id!r}, shown this once:", file=sys.stderr)
+    print(secret)
+
+
+def _checked(fields: dict[str, object]) -> Key:
+    try:
+        return Key.model_validate(fields)
+    except ValidationError as error:
+        lines = [line.partition(":") for line in describe(error)]
+        raise ConfigError("\n".join(f"--{field.replace('_', '-')}:{text}" for field, _, text in lines)) from error
+
+
+def _list(options: argparse.Namespace) -> None:
+    rows: list[tuple[str, ...]] = [
+        ("id", "tenant", "tiers", "requests/min", "tokens/min", "USD/day", "priority", "deadline ms", "metrics")
+    ]
+    for key in read_keys(options.keys).keys:
+        limits = (key.requests_per_minute, key.tokens_per_minute, key.usd_per_day)
+        rows.append(
+            (
+                *(key.id, key.tenant, ",".join(key.tiers or ("all",))),
+                *("-" if limit is None else f"{limit:g}" for limit in limits),
+                *(key.priority, str(key.deadline_ms or "-"), "yes" if key.may_read_metrics else "no"),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+
+
+def _revoke(options: argparse.Namespace) -> None:
+    def revoke(file: KeyFile) -> KeyFile:
+        if options.id not in (ids := [key.id for key in file.keys]):
+            raise ConfigError(f"{options.keys}: no key {options.id!r}; there are {', '.join(ids) or 'none'}")
+        return KeyFile(keys=tuple(key for key in file.keys if key.id != options.id))
+
+    if not options.keys.exists():
+        read_keys(options.keys)  # says so
+    change_keys(options.keys, revoke)
+    print(f"revoked {options.id!r}", file=sys.stderr)

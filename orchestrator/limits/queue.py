@@ -1,0 +1,133 @@
+"""The queue before an engine model: interactive requests come before batch ones, and nobody enters who would be late.
+
+An engine runs what it gets in the order it came. So it gets no more than it runs side by side; who waits, waits here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from orchestrator.errors import OverloadedError
+from orchestrator.limits.keys import Priority
+
+CLASSES: tuple[Priority, ...] = ("interactive", "batch")
+
+
+class Pace:
+    """A live estimate of how long an engine takes for an answer, from those it has just made."""
+
+    # Of each new answer. The last ten make up two thirds.
+    WEIGHT = 0.1
+    # Older ones say nothing: a tier that refuses everybody because it was slow would never hear that it is not.
+    MEMORY_S = 30.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen_s = -math.inf
+        self._first_token_s = self._token_s = self._num_tokens = 0.0
+
+    def observe(self, first_token_s: float, total_s: float, num_tokens: int) -> None:
+        """One whole answer: seconds to its first token and to its last, from when the engine got the request."""
+        weight = self.WEIGHT if self._is_known else 1.0
+        self._seen_s = self._clock()
+        token_s = (total_s - first_token_s) / max(1, num_tokens - 1)
+        self._first_token_s += weight * (first_token_s - self._first_token_s)
+        self._token_s += weight * (token_s - self._token_s)
+        self._num_tokens += weight * (num_tokens - self._num_tokens)
+
+    def predict_s(self, max_tokens: float = math.inf) -> float:
+        """Seconds that an answer of at most so many tokens will take; 0 when nothing is known."""
+        if not self._is_known:
+            return 0.0
+        return self._first_token_s + self._token_s * max(0.0, min(max_tokens, self._num_tokens) - 1)
+
+    @property
+    def _is_known(self) -> bool:
+        return self._clock() - self._seen_s <= self.MEMORY_S
+
+
+class Queue:
+    """For one event loop. Up to `max_running` run, and so many of each class wait."""
+
+    def __init__(
+        self, max_running: int, max_waiting: Mapping[Priority, int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.pace = Pace(clock)
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._num_running = 0
+        self._waiting: dict[Priority, deque[Ticket]] = {priority: deque() for priority in CLASSES}
+
+    def num_waiting(self, priority: Priority) -> int:
+        return len(self._waiting[priority])
+
+    def enter(self, priority: Priority, ends_at_s: float | None = None, max_tokens: float = math.inf) -> Ticket:
+        """A place; raises `OverloadedError` with `retry-after` where there is none, or none in time for `ends_at_s`."""
+        wait_s = self._expect_wait_s(priority)
+        retry = {"retry-after": str(max(1, math.ceil(wait_s)))}
+        if self._num_running >= self._max_running and self.num_waiting(priority) >= self._max_waiting[priority]:
+            raise OverloadedError(
+                f"{self._max_waiting[priority]} {priority} requests wait already, which is the limit; try again later",
+                headers=retry,
+            )
+        if ends_at_s is not None:
+            answer_s, left_s = self.pace.predict_s(max_tokens), ends_at_s - self._clock()
+            if wait_s + answer_s > left_s:
+                raise OverloadedError(
+                    f"the deadline cannot be met: {left_s:.3f} s are left, a place is expected in {wait_s:.3f} s and "
+                    f"the answer {answer_s:.3f} s later; allow more time, ask for less, or try again later",
+                    headers=retry,
+                )
+        ticket = Ticket(self)
+        if self._num_running < self._max_running:
+            self._let_in(ticket)
+        else:
+            self._waiting[priority].append(ticket)
+        return ticket
+
+    def _expect_wait_s(self, priority: Priority) -> float:
+        if self._num_running < self._max_running:
+            return 0.0
+        ahead = sum(self.num_waiting(each) for each in CLASSES[: CLASSES.index(priority) + 1])
+        return (ahead + 1) / self._max_running * self.pace.predict_s()
+
+    def _let_in(self, ticket: Ticket) -> None:
+        self._num_running += 1
+        ticket.started_s = self._clock()
+        ticket.turn.set()
+
+    def _leave(self, ticket: Ticket) -> None:
+        if ticket.started_s is None:
+            for waiting in self._waiting.values():
+                if ticket in waiting:
+                    waiting.remove(ticket)
+            return
+        self._num_running -= 1
+        for waiting in self._waiting.values():
+            if waiting and self._num_running < self._max_running:
+                self._let_in(waiting.popleft())
+
+
+class Ticket:
+    """One request's place. `leave` it exactly once, however the request ended."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.started_s: float | None = None  # when its turn came
+        self.turn = asyncio.Event()
+        self._queue = queue
+
+    async def wait(self) -> None:
+        """Until it is this one's turn, or until `give_up`."""
+        await self.turn.wait()
+
+    async def give_up(self) -> None:
+        """End the waiting; the place is kept until `leave`."""
+        self.turn.set()
+
+    def leave(self) -> None:
+        self._queue._leave(self)

@@ -1,0 +1,130 @@
+"""The queue before an engine: who goes first, who is not let in, and the estimate behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import OverloadedError
+from orchestrator.limits.queue import Pace, Queue, Ticket
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def make_queue(max_running: int = 1, batch: int = 2, clock: Clock | None = None) -> Queue:
+    return Queue(max_running, {"interactive": 3, "batch": batch}, clock or Clock())
+
+
+def has_turn(*tickets: Ticket) -> list[bool]:
+    return [ticket.turn.is_set() for ticket in tickets]
+
+
+def test_interactive_ones_go_first_and_each_class_in_its_order() -> None:
+    queue = make_queue()
+    runs = queue.enter("batch")
+    batch = [queue.enter("batch") for _ in range(2)]
+    interactive = [queue.enter("interactive") for _ in range(2)]
+    assert runs.turn.is_set() and not any(has_turn(*batch, *interactive))
+    order = [*interactive, *batch]
+    for before, ticket in zip([runs, *order], order):
+        before.leave()
+        assert has_turn(*order) == [each in order[: order.index(ticket) + 1] for each in order]
+
+
+def test_a_full_class_is_refused_and_the_other_is_not() -> None:
+    queue = make_queue()
+    queue.enter("batch")
+    for _ in range(2):
+        queue.enter("batch")
+    with pytest.raises(OverloadedError, match="2 batch requests wait already") as caught:
+        queue.enter("batch")
+    assert caught.value.headers == {"retry-after": "1"}
+    for _ in range(3):
+        queue.enter("interactive")
+    with pytest.raises(OverloadedError, match="3 interactive requests wait"):
+        queue.enter("interactive")
+
+
+def test_one_that_gives_up_makes_room() -> None:
+    async def work() -> None:
+        queue = make_queue()
+        runs, leaves, stays = (queue.enter("interactive") for _ in range(3))
+        waiting = asyncio.create_task(leaves.wait())
+        await asyncio.sleep(0)
+        await leaves.give_up()
+        await waiting
+        leaves.leave()
+        assert queue.num_waiting("interactive") == 1
+        runs.leave()
+        assert stays.turn.is_set()
+        stays.leave()
+        assert queue.enter("interactive").turn.is_set()
+
+    asyncio.run(work())
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    clock = Clock()
+    queue = make_queue(clock=clock)
+    first = queue.enter("interactive", ends_at_s=100.001)  # nothing is known yet
+    queue.pace.observe(0.5, 2.5, 21)  # 0.1 s a token
+    first.leave()
+    queue.enter("interactive", ends_at_s=102.6)
+    with pytest.raises(OverloadedError, match=r"2\.600 s are left, a place is expected in 2\.500 s and the") as caught:
+        queue.enter("interactive", ends_at_s=102.6)
+    assert caught.value.headers == {"retry-after": "3"}
+    queue.enter("interactive", ends_at_s=105.1)
+    queue.enter("interactive", ends_at_s=None)
+    with pytest.raises(OverloadedError):
+        queue.enter("batch", ends_at_s=109.9)  # behind both
+    queue.enter("batch", ends_at_s=110.1)
+
+
+def test_a_short_answer_is_expected_sooner() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    assert pace.predict_s() == 0.0
+    pace.observe(0.5, 2.5, 21)
+    assert pace.predict_s() == pytest.approx(2.5)
+    assert pace.predict_s(6) == pytest.approx(1.0)
+    assert pace.predict_s(1) == pytest.approx(0.5)
+    for _ in range(60):
+        pace.observe(0.1, 0.2, 2)
+    assert pace.predict_s() == pytest.approx(0.2, abs=0.02)
+    clock.now_s += 31
+    assert pace.predict_s() == 0.0  # else a tier that was slow would never be tried again
+    pace.observe(1.0, 1.0, 1)
+    assert pace.predict_s() == pytest.approx(1.0)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["enter", "leave", "give up"]), st.booleans(), st.integers(0, 9)), max_size=60)
+)
+def test_no_place_is_lost_or_given_twice(steps: list[tuple[str, bool, int]]) -> None:
+    async def work() -> None:
+        queue, tickets = make_queue(max_running=2), list[Any]()
+        for action, is_batch, index in steps:
+            if action == "enter":
+                try:
+                    tickets.append(queue.enter("batch" if is_batch else "interactive"))
+                except OverloadedError:
+                    assert sum(ticket.started_s is not None for ticket in tickets) == 2
+            elif tickets:
+                ticket = tickets.pop(index % len(tickets))
+                if action == "give up":
+                    await ticket.give_up()
+                ticket.leave()
+            running = sum(ticket.started_s is not None for ticket in tickets)
+            num_waiting = queue.num_waiting("batch") + queue.num_waiting("interactive")
+            assert running == min(2, len(tickets)) and num_waiting == len(tickets) - running
+
+    asyncio.run(work())
