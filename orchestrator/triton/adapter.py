@@ -113,6 +113,8 @@ class OrchestratorModel:
             call.sink.fail(OverloadedError(text, headers={"retry-after": "1"}))
             return
         self._num_live += 1
+        if request_id:  # now, not when its task first runs: the order to cancel it may be right behind
+            self._calls[request_id] = call
         self._spawn(self._serve(call, sender, request_id))
 
     def _cancel(self, request_id: str) -> None:
@@ -131,8 +133,6 @@ class OrchestratorModel:
         key = self._watcher.watch(
             sender.is_cancelled, leave, seldom=contracts.SAYS_CANCELS_PARAMETER in call.parameters
         )
-        if request_id:
-            self._calls[request_id] = call
         try:
             operation = call.parameters.get(contracts.CACHE_OPERATION_PARAMETER)
             if contracts.LIMITS_OPERATION_PARAMETER in call.parameters:

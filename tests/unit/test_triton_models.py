@@ -20,7 +20,7 @@ from orchestrator import contracts
 from orchestrator.config import Generation, Tier
 from orchestrator.engines import Chunk, Deliver, EngineRefusal, EngineRequest
 from orchestrator.engines.parsing import parse_engine_request
-from orchestrator.errors import InvalidRequestError, OverloadedError
+from orchestrator.errors import CancelledError, InvalidRequestError, OverloadedError
 from orchestrator.generation import build_engine_request
 from orchestrator.request import ChatRequest
 from orchestrator.triton import adapter, engine_client, engine_model
@@ -335,13 +335,16 @@ class BlockingPipeline:
     async def run(self, call: Any) -> None:
         while not self.go.is_set():
             await asyncio.sleep(0.001)
+            if call.is_cancelled:
+                call.sink.fail(CancelledError("the caller left"))
+                return
         call.sink.send('{"n":1}', final=False)
         call.sink.send('{"n":2}', final=True)
 
 
-def test_beyond_the_limits_a_call_is_refused_and_then_there_is_room_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def orchestrator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> adapter.OrchestratorModel:
+    """Of a blocking pipeline, for three live calls."""
     tier = TIER.model_dump_json(exclude={"generation"}, exclude_none=True)
     rows = "".join(f"{key} = {json.dumps(value)}\n" for key, value in json.loads(tier).items())
     limits = "[limits]\nmax_live_requests = 3\n"
@@ -349,12 +352,32 @@ def test_beyond_the_limits_a_call_is_refused_and_then_there_is_room_again(
     numbers = "".join(f"{name} = 3\n" for name in ("max_input_tokens", "vocab_size", "cls_id", "sep_id", "pad_id"))
     (tmp_path / "embedder.toml").write_text(f'name = "e"\n{numbers}')
     monkeypatch.setattr(adapter, "Pipeline", BlockingPipeline)
-    model = adapter.OrchestratorModel({"model_repository": str(tmp_path / "model_repository" / "orchestrator")})
+    return adapter.OrchestratorModel({"model_repository": str(tmp_path / "model_repository" / "orchestrator")})
+
+
+def question(request_id: str = "", **parameters: Any) -> pb_utils.Request:
+    return pb_utils.Request([pb_utils.Tensor("request", np.array([b"{}"], dtype=np.object_))], request_id, parameters)
+
+
+def test_an_order_to_cancel_may_be_right_behind_its_request(orchestrator: adapter.OrchestratorModel) -> None:
+    """Both are there before the event loop turns; lost, the order would be found by the next poll only."""
+    orchestrator._loop.call_soon_threadsafe(time.sleep, 0.05)
+    asked = question("a")
+    orchestrator.execute([asked, question("a", **{contracts.CANCEL_PARAMETER: True})])
+    until(lambda: bool(asked.sender.sent))
+    assert "cancelled" in asked.sender.sent[0][0].error().message()
+    orchestrator.finalize()
+
+
+def test_beyond_the_limits_a_call_is_refused_and_then_there_is_room_again(
+    orchestrator: adapter.OrchestratorModel,
+) -> None:
+    model = orchestrator
     pipeline = model._pipeline
     assert isinstance(pipeline, BlockingPipeline)
 
     def call() -> pb_utils.Request:
-        asked = pb_utils.Request([pb_utils.Tensor("request", np.array([b"{}"], dtype=np.object_))])
+        asked = question()
         model.execute([asked])
         return asked
 
