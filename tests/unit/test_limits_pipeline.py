@@ -14,8 +14,11 @@ import pytest
 from in_process import InProcessEngines, RecordingSink
 from tokenizers import Tokenizer
 
+from orchestrator.cache.lookup import Lookup
+from orchestrator.cache.stage import AnswerCache
+from orchestrator.cache.store import MemoryStore
 from orchestrator.call import Call
-from orchestrator.config import Limits, Tiers, load_tiers
+from orchestrator.config import CachePolicy, Limits, Tiers, load_tiers
 from orchestrator.contracts import LIMITS_OPERATION_PARAMETER
 from orchestrator.engines.scripted import ScriptedStepper, Settings
 from orchestrator.errors import (
@@ -39,10 +42,28 @@ from orchestrator.limits.operations import Operations
 from orchestrator.pipeline import Pipeline
 
 
+class NoCounts:
+    def count_answer(self, kind: str) -> None: ...
+
+    def count_rejection(self, guard: str) -> None: ...
+
+    def count_store_error(self) -> None: ...
+
+
+async def no_vector(text: str) -> None:
+    return None
+
+
+def exact_cache() -> AnswerCache:
+    store = MemoryStore(1 << 20)
+    policy = CachePolicy(ttl_s=60, max_bytes=1 << 20, semantic=False, max_temperature=0.0)
+    return AnswerCache(policy, Lookup(store, store.clock), no_vector, NoCounts())
+
+
 class World:
     """A pipeline with keys; every caller has a secret that is his id."""
 
-    def __init__(self, root: Path, engines: InProcessEngines, path: Path, limits: Limits) -> None:
+    def __init__(self, root: Path, engines: InProcessEngines, path: Path, limits: Limits, cache: Any) -> None:
         self.engines = engines
         self.ledger = MemoryLedger()
         self._path = path
@@ -51,7 +72,7 @@ class World:
         self.gate = Gate(Keyring(path), self.ledger)
         tiers = load_tiers(root / "tiers.toml")
         self.prices = tiers.tier[0].input_price_per_million_tokens, tiers.tier[0].output_price_per_million_tokens
-        self.pipeline = Pipeline(Tiers(tier=tiers.tier, limits=limits), root, engines, gate=self.gate)
+        self.pipeline = Pipeline(Tiers(tier=tiers.tier, limits=limits), root, engines, gate=self.gate, cache=cache)
 
     def add(self, name: str, **rights: Any) -> None:
         self._keys.append({"id": name, "tenant": f"{name}-tenant", "digest": digest_of(name), **rights})
@@ -86,10 +107,10 @@ MakeWorld = Callable[..., World]
 
 @pytest.fixture
 def make_world(artifact: Callable[[str], Path], tokenizer: Tokenizer, tmp_path: Path) -> MakeWorld:
-    def make(**limits: int) -> World:
+    def make(cache: AnswerCache | None = None, **limits: int) -> World:
         settings = Settings(engine="scripted", max_batch_size=8, context_window=8192, vocab_size=49152)
         engines = InProcessEngines(lambda: ScriptedStepper(tokenizer, settings))
-        return World(artifact("scripted"), engines, tmp_path / "keys.json", Limits(**limits))
+        return World(artifact("scripted"), engines, tmp_path / "keys.json", Limits(**limits), cache)
 
     return make
 
@@ -364,3 +385,72 @@ def test_operations(world: World) -> None:
         assert isinstance((await ask("chats", "steal")).error, InvalidRequestError)
 
     asyncio.run(work())
+
+
+# --- shared answers ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharing_world(make_world: MakeWorld) -> World:
+    return make_world(exact_cache())
+
+
+SLOW = {"text": "one two three four five six", "first_token_ms": 30, "itl_ms": 20}
+
+
+def test_an_answer_is_paid_once_and_a_stored_one_is_a_request_without_tokens(sharing_world: World) -> None:
+    world = sharing_world
+
+    async def run() -> list[Amount]:
+        world.add("poor", tokens_per_minute=5000)
+        seen = []
+        await asyncio.gather(world.run("poor", SLOW, temperature=0), world.run("poor", SLOW, temperature=0))
+        seen.append(await world.used("poor"))
+        await world.pipeline.finish()
+        await world.run("poor", SLOW, temperature=0)
+        seen.append(await world.used("poor"))
+        return seen
+
+    together, stored = asyncio.run(run())
+    (request,) = world.engines.requests
+    num_answer = together.tokens - len(request.input_ids)
+    assert together.requests == 2 and 6 <= num_answer < 20
+    assert together.nano_usd == cost(world, len(request.input_ids), num_answer)
+    assert stored == together._replace(requests=3)
+
+
+def test_who_hears_the_end_pays_for_who_left(sharing_world: World) -> None:
+    world = sharing_world
+
+    async def run() -> tuple[Amount, Amount, RecordingSink]:
+        for name in ("leaver", "stayer"):
+            world.add(name, tokens_per_minute=5000, tenant="both")
+        leaver, _ = world.call("leaver", SLOW, temperature=0)
+        first = asyncio.create_task(world.pipeline.run(leaver))
+        await asyncio.sleep(0.01)
+        second = asyncio.create_task(world.run("stayer", SLOW, temperature=0))
+        await asyncio.sleep(0.05)
+        await leaver.cancel()
+        await first
+        return await world.used("leaver"), await world.used("stayer"), await second
+
+    leaver, _, sink = asyncio.run(run())
+    stayer = asyncio.run(world.used("stayer"))
+    assert sink.text == SLOW["text"] and len(world.engines.requests) == 1
+    assert leaver == Amount(1)
+    assert stayer.tokens > len(world.engines.requests[0].input_ids)
+
+
+def test_a_deadline_ends_one_callers_wait_alone(sharing_world: World) -> None:
+    world = sharing_world
+
+    async def run() -> tuple[RecordingSink, RecordingSink]:
+        hasty, patient = await asyncio.gather(
+            world.run("everything", SLOW, temperature=0, **{"x-deadline-ms": "70"}),
+            world.run("everything", SLOW, temperature=0),
+        )
+        return hasty, patient
+
+    hasty, patient = asyncio.run(run())
+    assert isinstance(hasty.error, DeadlineError)
+    assert patient.text == SLOW["text"] and len(world.engines.requests) == 1
