@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from orchestrator.answer import Answer, Output
-from orchestrator.config import Tier
+from orchestrator.config import Tier, ToolFormat
 from orchestrator.engines import TRY_AGAIN, Chunk, EngineRequest
-from orchestrator.errors import EngineError, InvalidRequestError, OverloadedError
+from orchestrator.errors import EngineError, InvalidRequestError, OverloadedError, shorten
 from orchestrator.request import ChatRequest, Guide, Message, Request, ToolChoice
 from orchestrator.schemas import check_schema
 from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.text import TextStream
 from orchestrator.streaming.tokenizer import ChatTokenizer
-from orchestrator.streaming.tool_calls import JsonParser, ToolParser, create_tool_parser
+from orchestrator.streaming.tool_calls import ToolParser, create_tool_parser
 
 # Below it sampling is greedy in all but name, and logits divided by it overflow.
 MIN_TEMPERATURE = 1e-3
@@ -87,9 +87,21 @@ class Generation:
                 tools = [tool.model_dump(exclude_none=True) for tool in self._request.offered_tools]
                 return self._tokenizer.encode_chat([template_message(each) for each in self._request.messages], tools)
             prompt = self._request.prompt
-            return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            if isinstance(prompt, str):
+                return self._tokenizer.encode(prompt)
+            self._check_ids(prompt)
+            return prompt
 
         return tokenize() if self._answer.num_request_bytes <= MAX_INLINE_BYTES else await asyncio.to_thread(tokenize)
+
+    def _check_ids(self, prompt: list[int]) -> None:
+        if max(prompt) >= self._tokenizer.vocab_size:
+            index = next(index for index, each in enumerate(prompt) if each >= self._tokenizer.vocab_size)
+            raise InvalidRequestError(
+                f"prompt[{index}]: token ids are integers from 0 to {self._tokenizer.vocab_size - 1} "
+                f"(got {prompt[index]})",
+                param=f"prompt[{index}]",
+            )
 
     async def _generate_all(self, first: EngineRequest) -> None:
         """All choices side by side: the engine batches them. One that fails ends them all."""
@@ -138,6 +150,8 @@ class Generation:
         self._raise_if_over()  # a stopped engine ends its stream as if the answer were whole
         self._output.emit(choice, text.flush())
         at_limit = choice.num_tokens >= engine_request.max_new_tokens and not ended_by_id and not text.is_stopped
+        if text.is_cut and not at_limit:
+            raise EngineError("the model's tool call ended before its arguments did; ask again")
         self._output.end_choice(choice, "length" if at_limit else "tool_calls" if choice.calls else "stop")
 
     def _raise_if_over(self) -> None:
@@ -150,8 +164,17 @@ class Generation:
 
 
 def check_tools(request: Request, tier: Tier) -> None:
-    """Raises `InvalidRequestError` when `request` has to do with tools and the tier's model has not."""
-    if not isinstance(request, ChatRequest) or tier.tool_parser is not None:
+    """Raises `InvalidRequestError` when `request` asks of tools what the tier's model cannot do."""
+    if not isinstance(request, ChatRequest):
+        return
+    if tier.tool_parser is not None:
+        for index, tool in enumerate(request.offered_tools):
+            if tool.function.strict and not request.must_call:
+                param = f"tools[{index}].function.strict"
+                raise InvalidRequestError(
+                    f"{param}: only calls that tool_choice forces are held to a schema; remove it, or force the call",
+                    param=param,
+                )
         return
     for index, message in enumerate(request.messages):
         if message.role == "tool" or message.tool_calls:
@@ -170,7 +193,8 @@ def choose_parser(request: Request, tier: Tier) -> ToolParser | None:
         return None
     names = {tool.function.name for tool in request.offered_tools}
     # A forced call is guided to be the bare object.
-    return JsonParser(names) if request.must_call else create_tool_parser(tier.tool_parser, names)
+    form: ToolFormat = "llama3" if request.must_call else tier.tool_parser
+    return create_tool_parser(form, names, whole=not request.stream, only_one=request.parallel_tool_calls is False)
 
 
 def forced_call_guide(request: Request) -> Guide | None:
@@ -190,7 +214,9 @@ def forced_call_guide(request: Request) -> Guide | None:
         for word, all_of_them in definitions.items():
             for key, definition in parameters.pop(word, {}).items():
                 if all_of_them.setdefault(key, definition) != definition:
-                    raise InvalidRequestError(f"tools: two of them define {word} {key!r} differently", param="tools")
+                    raise InvalidRequestError(
+                        f"tools: two of them define {word} {shorten(key)} differently", param="tools"
+                    )
         properties = {"name": {"const": name}, "arguments": parameters}
         calls.append(
             {
@@ -213,7 +239,8 @@ def template_message(message: Message) -> dict[str, Any]:
     if message.tool_calls is not None:
         row["tool_calls"] = [
             {
-                **call.model_dump(),
+                "id": call.id,
+                "type": call.type,
                 "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)},
             }
             for call in message.tool_calls
@@ -236,10 +263,12 @@ def build_engine_request(request: Request, tier: Tier, input_ids: list[int], gui
     wanted = request.output_limit
     if room < (wanted or 1):
         prompt = "messages" if isinstance(request, ChatRequest) else "prompt"
+        param = prompt if wanted is None or room < 1 else request.output_limit_field
         raise InvalidRequestError(
-            f"{prompt}: the prompt's {len(input_ids)} tokens and an answer of up to {wanted or 1} are more than the "
-            f"context window of {tier.context_window} tokens; shorten the {prompt} or lower max_tokens",
-            param=prompt if wanted is None or room < 1 else "max_tokens",
+            f"{param}: the prompt's {len(input_ids)} tokens and an answer of up to {wanted or 1} are more than the "
+            f"context window of {tier.context_window} tokens; shorten the {prompt} or lower "
+            f"{request.output_limit_field}",
+            param=param,
         )
     max_new_tokens = wanted or min(policy.max_output_tokens, room)
     if (request.min_tokens or 0) > max_new_tokens:

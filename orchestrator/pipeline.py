@@ -21,7 +21,14 @@ from orchestrator.cache.stored import StoredAnswer, join_pieces
 from orchestrator.call import Call
 from orchestrator.cloud.generation import CloudClient, CloudGeneration
 from orchestrator.config import Tier, Tiers
-from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ModelNotFoundError, NotCachedError
+from orchestrator.errors import (
+    ApiError,
+    InternalError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotCachedError,
+    shorten,
+)
 from orchestrator.flight import Flight, Flights
 from orchestrator.generation import EngineClient, Generation
 from orchestrator.identity import Caller, Identify, identify
@@ -105,12 +112,12 @@ class Pipeline:
         if call.request_id is not None and not is_request_id(call.request_id):
             name, call.request_id = call.request_id, None
             raise InvalidRequestError(
-                f"x-request-id: must be {REQUEST_ID_RULE} (got {name[:80]!r})", param="x-request-id"
+                f"x-request-id: must be {REQUEST_ID_RULE} (got {shorten(name)})", param="x-request-id"
             )
         request = parse_request(call.body)
         if request.model not in self._versions:
             raise ModelNotFoundError(
-                f"model: {request.model!r} does not exist; one of {', '.join(self._versions)}", param="model"
+                f"model: {shorten(request.model)} does not exist; one of {', '.join(self._versions)}", param="model"
             )
         return request
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.errors import ApiError, RequestTooLargeError
+from orchestrator.errors import ApiError, RequestTooLargeError, shorten
 from orchestrator.gateway.errors import UnsupportedMediaTypeError
 from orchestrator.request import MAX_REQUEST_BYTES
 
@@ -71,7 +71,7 @@ def _check_media_type(content_type: bytes) -> None:
 
 def _quote(value: bytes) -> str:
     """A header's value for an error message."""
-    return repr(value[:80].decode("latin-1"))
+    return shorten(value.decode("latin-1"))
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:

@@ -15,8 +15,9 @@ from grpc import aio
 from tritonclient.grpc import service_pb2
 
 from orchestrator.contracts import FORWARDED_HEADERS
-from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_ensemble
+from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_prefixes
 from orchestrator.grpc_front.checks import check_request
+from orchestrator.grpc_front.scan import check_parts
 from orchestrator.infer_streams import InferStreams, Responses
 from orchestrator.wire import ask_for_end, error_response, is_end
 
@@ -37,7 +38,13 @@ def parse(kind: type[Message], data: bytes) -> Any:
         raise InvalidRequestError(f"the message is no {kind.DESCRIPTOR.name}") from error
 
 
-def prepare(streams: InferStreams, request: Any, metadata: Metadata) -> tuple[Responses, bool]:
+def parse_infer_request(data: bytes) -> Any:
+    """Raises `InvalidRequestError` when `data` is no `ModelInferRequest`, or one of too many parts."""
+    check_parts(data)
+    return parse(service_pb2.ModelInferRequest, data)
+
+
+def prepare(streams: InferStreams, request: Any, metadata: Metadata, max_batch: int) -> tuple[Responses, bool]:
     """Check a caller's request and make it ours; returns its responses, and whether he asked for an empty last one.
 
     Raises the `ApiError` that refuses it.
@@ -45,7 +52,7 @@ def prepare(streams: InferStreams, request: Any, metadata: Metadata) -> tuple[Re
     The orchestrator ends a request for whoever knows its id, so no id that a caller has chosen may reach it. Headers
     become parameters as Triton makes them of metadata: a header wins over a parameter that the caller set.
     """
-    check_request(request)
+    check_request(request, max_batch)
     request.id = uuid.uuid4().hex
     for name, value in metadata:
         if name in FORWARDED_HEADERS:
@@ -54,14 +61,14 @@ def prepare(streams: InferStreams, request: Any, metadata: Metadata) -> tuple[Re
     return Responses(streams, request), wants_end
 
 
-async def infer(streams: InferStreams, data: bytes, metadata: Metadata) -> Any:
+async def infer(streams: InferStreams, data: bytes, metadata: Metadata, max_batch: int) -> Any:
     """`ModelInfer`: the one response. Triton refuses this call for decoupled models; a whole answer fits it.
 
     Raises the `ApiError` that the request was refused or answered with.
     """
-    request = parse(service_pb2.ModelInferRequest, data)
+    request = parse_infer_request(data)
     request_id = request.id
-    responses, _ = prepare(streams, request, metadata)
+    responses, _ = prepare(streams, request, metadata, max_batch)
     reading = _keep(asyncio.create_task(_read_one(responses)))
     try:
         answer = await asyncio.shield(reading)
@@ -81,8 +88,9 @@ async def _read_one(responses: Responses) -> Any:
             if not _is_empty(response):
                 if answer is not None:
                     raise InvalidRequestError(
-                        "ModelInfer has one response, and this request is answered by several: "
-                        "call ModelStreamInfer, or ask for a whole answer (stream: false)"
+                        "stream: ModelInfer has one response, and this request is answered by several: "
+                        "call ModelStreamInfer, or ask for a whole answer (stream: false)",
+                        param="stream",
                     )
                 answer = response.infer_response
     if answer is None:
@@ -97,8 +105,10 @@ class StreamRelay:
     before it was taken by the caller's connection: a caller that does not read holds one response here.
     """
 
-    def __init__(self, streams: InferStreams, context: aio.ServicerContext) -> None:
+    def __init__(self, streams: InferStreams, context: aio.ServicerContext, max_batch: int) -> None:
+        """`max_batch` is the most texts that a request to the embedder may hold."""
         self._streams = streams
+        self._max_batch = max_batch
         self._context = context
         self._metadata = context.invocation_metadata() or ()
         self._live: dict[asyncio.Task[None], Responses] = {}
@@ -133,13 +143,13 @@ class StreamRelay:
         while (data := await self._context.read()) is not aio.EOF:
             request_id = ""
             try:
-                request = parse(service_pb2.ModelInferRequest, data)
+                request = parse_infer_request(data)
                 request_id = request.id
                 if len(self._live) >= MAX_LIVE_PER_STREAM:
                     raise OverloadedError(
                         f"{MAX_LIVE_PER_STREAM} requests run on this stream, which is the limit; open another one"
                     )
-                responses, wants_end = prepare(self._streams, request, self._metadata)
+                responses, wants_end = prepare(self._streams, request, self._metadata, self._max_batch)
             except ApiError as error:
                 await self._write(error_response(request_id, error.to_message()))
                 continue
@@ -154,7 +164,7 @@ class StreamRelay:
                 async for response in reading:
                     if wants_end or not (is_end(response) and _is_empty(response)):
                         response.infer_response.id = request_id
-                        response.error_message = strip_ensemble(response.error_message)
+                        response.error_message = strip_prefixes(response.error_message)
                         await self._write(response)
         except ApiError as error:
             await self._write(error_response(request_id, error.to_message()))

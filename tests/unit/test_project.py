@@ -87,7 +87,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("contracts", "errors"),
     ("schemas",),
     ("config", "wire", "call"),
-    ("streaming", "infer_streams", "routing", "identity"),
+    ("streaming", "infer_streams", "readiness", "routing", "identity"),
     ("request", "engines", "limits", "quality"),
     ("answer",),
     ("generation", "embedding", "cache"),
