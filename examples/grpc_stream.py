@@ -19,6 +19,7 @@ def stream(url: str, request: dict, ca: str | None = None):
     """
     responses: queue.Queue = queue.Queue()
     with triton.InferenceServerClient(url, ssl=ca is not None, root_certificates=ca) as client:
+        client.is_server_live()  # says what is wrong when there is none
         client.start_stream(lambda result, error: responses.put((result, error)))
         body = triton.InferInput("request", [1], "BYTES")
         body.set_data_from_numpy(np.array([json.dumps(request)], dtype=np.object_))
@@ -52,7 +53,8 @@ def main() -> None:
             if "rt" in event:
                 print("\n" + json.dumps(event["rt"]))
     except triton.InferenceServerException as error:
-        sys.exit(f"error: {error.message()}")
+        hint = f"\nfix: is the server up, and its gRPC front at {args.url}? (--url)"
+        sys.exit(f"error: {error.message()}{hint if error.status() == 'StatusCode.UNAVAILABLE' else ''}")
 
 
 if __name__ == "__main__":

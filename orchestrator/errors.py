@@ -32,6 +32,16 @@ from typing import Any
 
 from orchestrator.contracts import ANSWER_HEADERS
 
+_SHOWN_CHARS = 80
+
+
+def shorten(value: Any) -> str:
+    """What a caller sent, for a message: in quotes if it is text, and never long."""
+    if isinstance(value, (str, bytes, list)):
+        value = value[: _SHOWN_CHARS + 1]  # the whole of it could take a while to write
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
+
 
 class ApiError(Exception):
     """An error in OpenAI's shape: `message`, `type`, `param`, `code`, and the HTTP status that fits it.
@@ -176,18 +186,18 @@ _BY_CODE: dict[str, type[ApiError]] = {
 }
 
 
-# Triton puts this before what a step of an ensemble says.
-_ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
+# Triton puts these before what it says, and before what a step of an ensemble says. The ids are ours, and open things.
+_PREFIXES = re.compile(r"^(\[request id: [^\]]*\] |in ensemble '[^']*', )+")
 
 
-def strip_ensemble(message: str) -> str:
-    """What the step of an ensemble itself said."""
-    return _ENSEMBLE.sub("", message, count=1)
+def strip_prefixes(message: str) -> str:
+    """What Triton, or the step of an ensemble, itself said."""
+    return _PREFIXES.sub("", message, count=1)
 
 
 def from_message(message: str) -> ApiError:
     """The error that `to_message` wrote; any other text is Triton's own and becomes an `EngineError`."""
-    message = strip_ensemble(message)
+    message = strip_prefixes(message)
     try:
         whole = json.loads(message)
         error = whole["error"]

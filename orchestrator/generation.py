@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from orchestrator.answer import Answer, Output
-from orchestrator.config import Tier
+from orchestrator.config import Tier, ToolFormat
 from orchestrator.engines import TRY_AGAIN, Chunk, EngineRequest
-from orchestrator.errors import EngineError, InvalidRequestError, OverloadedError
+from orchestrator.errors import EngineError, InvalidRequestError, OverloadedError, shorten
 from orchestrator.request import ChatRequest, Guide, Message, Request, ToolChoice
 from orchestrator.schemas import check_schema
 from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.text import TextStream
 from orchestrator.streaming.tokenizer import ChatTokenizer
-from orchestrator.streaming.tool_calls import JsonParser, ToolParser, create_tool_parser
+from orchestrator.streaming.tool_calls import ToolParser, create_tool_parser
 
 # Below it sampling is greedy in all but name, and logits divided by it overflow.
 MIN_TEMPERATURE = 1e-3
@@ -130,6 +130,8 @@ class Generation:
         self._raise_if_over()  # a stopped engine ends its stream as if the answer were whole
         self._output.emit(choice, text.flush())
         at_limit = choice.num_tokens >= engine_request.max_new_tokens and not ended_by_id and not text.is_stopped
+        if text.is_cut and not at_limit:
+            raise EngineError("the model's tool call ended before its arguments did; ask again")
         self._output.end_choice(choice, "length" if at_limit else "tool_calls" if choice.calls else "stop")
 
     def _raise_if_over(self) -> None:
@@ -139,24 +141,49 @@ class Generation:
 
 
 async def tokenize(request: Request, tokenizer: ChatTokenizer, num_bytes: int) -> list[int]:
-    """The prompt as the engine gets it; `num_bytes` is the size of the caller's JSON."""
+    """The prompt as the engine gets it; `num_bytes` is the size of the caller's JSON.
+
+    Raises `InvalidRequestError` for a token id that the tokenizer does not know.
+    """
 
     def work() -> list[int]:
         if isinstance(request, ChatRequest):
             tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
             return tokenizer.encode_chat([template_message(each) for each in request.messages], tools)
         prompt = request.prompt
-        return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt)
+        check_ids(prompt, tokenizer.vocab_size)
+        return prompt
 
     return work() if num_bytes <= MAX_INLINE_BYTES else await asyncio.to_thread(work)
+
+
+def check_ids(prompt: list[int], vocab_size: int) -> None:
+    """Raises `InvalidRequestError` naming the first token id that is none."""
+    if max(prompt) >= vocab_size:
+        index = next(index for index, each in enumerate(prompt) if each >= vocab_size)
+        raise InvalidRequestError(
+            f"prompt[{index}]: token ids are integers from 0 to {vocab_size - 1} (got {prompt[index]})",
+            param=f"prompt[{index}]",
+        )
 
 
 # --- tools ---------------------------------------------------------------------------------------------------
 
 
 def check_tools(request: Request, tier: Tier) -> None:
-    """Raises `InvalidRequestError` when `request` has to do with tools and the tier's model has not."""
-    if not isinstance(request, ChatRequest) or tier.tool_parser is not None:
+    """Raises `InvalidRequestError` when `request` asks of tools what the tier's model cannot do."""
+    if not isinstance(request, ChatRequest):
+        return
+    if tier.tool_parser is not None:
+        for index, tool in enumerate(request.offered_tools):
+            if tool.function.strict and not request.must_call:
+                param = f"tools[{index}].function.strict"
+                raise InvalidRequestError(
+                    f"{param}: only calls that tool_choice forces are held to a schema; remove it, or force the call",
+                    param=param,
+                )
         return
     for index, message in enumerate(request.messages):
         if message.role == "tool" or message.tool_calls:
@@ -175,7 +202,8 @@ def choose_parser(request: Request, tier: Tier) -> ToolParser | None:
         return None
     names = {tool.function.name for tool in request.offered_tools}
     # A forced call is guided to be the bare object.
-    return JsonParser(names) if request.must_call else create_tool_parser(tier.tool_parser, names)
+    form: ToolFormat = "llama3" if request.must_call else tier.tool_parser
+    return create_tool_parser(form, names, whole=not request.stream, only_one=request.parallel_tool_calls is False)
 
 
 def forced_call_guide(request: Request) -> Guide | None:
@@ -195,7 +223,9 @@ def forced_call_guide(request: Request) -> Guide | None:
         for word, all_of_them in definitions.items():
             for key, definition in parameters.pop(word, {}).items():
                 if all_of_them.setdefault(key, definition) != definition:
-                    raise InvalidRequestError(f"tools: two of them define {word} {key!r} differently", param="tools")
+                    raise InvalidRequestError(
+                        f"tools: two of them define {word} {shorten(key)} differently", param="tools"
+                    )
         properties = {"name": {"const": name}, "arguments": parameters}
         calls.append(
             {
@@ -218,7 +248,8 @@ def template_message(message: Message) -> dict[str, Any]:
     if message.tool_calls is not None:
         row["tool_calls"] = [
             {
-                **call.model_dump(),
+                "id": call.id,
+                "type": call.type,
                 "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)},
             }
             for call in message.tool_calls
@@ -240,10 +271,12 @@ def limit_answer(request: Request, tier: Tier, num_prompt_tokens: int) -> int:
     wanted = request.output_limit
     if room < (wanted or 1):
         prompt = "messages" if isinstance(request, ChatRequest) else "prompt"
+        param = prompt if wanted is None or room < 1 else request.output_limit_field
         raise InvalidRequestError(
-            f"{prompt}: the prompt's {num_prompt_tokens} tokens and an answer of up to {wanted or 1} are more than the "
-            f"context window of {tier.context_window} tokens; shorten the {prompt} or lower max_tokens",
-            param=prompt if wanted is None or room < 1 else "max_tokens",
+            f"{param}: the prompt's {num_prompt_tokens} tokens and an answer of up to {wanted or 1} are more than the "
+            f"context window of {tier.context_window} tokens; shorten the {prompt} or lower "
+            f"{request.output_limit_field}",
+            param=param,
         )
     return wanted or min(tier.generation.max_output_tokens, room)
 

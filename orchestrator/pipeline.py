@@ -29,6 +29,7 @@ from orchestrator.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     NotCachedError,
+    shorten,
 )
 from orchestrator.flight import Flight, Flights
 from orchestrator.generation import EngineClient, Generation, limit_answer, tokenize
@@ -137,7 +138,7 @@ class Pipeline:
         if call.request_id is not None and not is_request_id(call.request_id):
             name, call.request_id = call.request_id, None
             raise InvalidRequestError(
-                f"x-request-id: must be {REQUEST_ID_RULE} (got {name[:80]!r})", param="x-request-id"
+                f"x-request-id: must be {REQUEST_ID_RULE} (got {shorten(name)})", param="x-request-id"
             )
 
     def _route(self, request: Request, key: Key) -> Tier:
@@ -152,7 +153,9 @@ class Pipeline:
         if named:
             raise not_allowed(key, request.model)
         names = [AUTO, *dict.fromkeys(name for tier in self._tiers for name in (tier.name, tier.model))]
-        raise ModelNotFoundError(f"model: {request.model!r} does not exist; one of {', '.join(names)}", param="model")
+        raise ModelNotFoundError(
+            f"model: {shorten(request.model)} does not exist; one of {', '.join(names)}", param="model"
+        )
 
     async def _reserve(self, ride: Ride, request: Request, tier: Tier) -> None:
         """Room in the key's quotas for the most that the request may take, whoever will answer it."""

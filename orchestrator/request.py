@@ -12,9 +12,18 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
-from orchestrator.errors import InvalidRequestError, RequestTooLargeError
+from orchestrator.errors import InvalidRequestError, RequestTooLargeError, shorten
 from orchestrator.schemas import check_schema
 
 # One request's JSON on every way in. Checked before parsing.
@@ -53,6 +62,29 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
+def _support(value: Any, allowed: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return allowed(value)
+    except ValidationError as error:
+        raise ValueError("not supported; remove it") from error
+
+
+def _ask_nothing(value: Any, allowed: ValidatorFunctionWrapHandler) -> None:
+    _support(value, allowed)
+
+
+# OpenAI's fields that we do not have. Its clients send them with values that ask for nothing, and send back what
+# answers carry: such values are as if left out, and all others are refused.
+_SUPPORTED = WrapValidator(_support)
+_NOTHING = WrapValidator(_ask_nothing)
+_Null: TypeAlias = Annotated[None, _NOTHING]
+_Empty: TypeAlias = Annotated[Annotated[dict[str, Any], Field(max_length=0)] | None, _NOTHING]
+# What the openai package, or its user, read out of an answer's other fields, which say it all.
+_Derived: TypeAlias = Annotated[Any, BeforeValidator(lambda value: None)]
+# Null is OpenAI's default, and ours.
+_Flag: TypeAlias = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
+
+
 # --- messages and tools --------------------------------------------------------------------------------------
 
 
@@ -66,22 +98,32 @@ class FunctionCall(Strict):
 
     name: str
     arguments: str
+    parsed_arguments: _Derived = None
 
 
 class ToolCall(Strict):
     id: str
     type: Literal["function"]
     function: FunctionCall
+    index: _Derived = None
 
 
 class Message(Strict):
-    """`content` may be null only beside `tool_calls`; `tool_call_id` belongs to the role "tool"."""
+    """`content` may be null only beside `tool_calls`; `tool_call_id` belongs to the role "tool".
+
+    The last fields are in OpenAI's answers, and come back with them.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
+    refusal: _Null = None
+    audio: _Null = None
+    function_call: _Null = None
+    annotations: Annotated[Annotated[list[Any], Field(max_length=0)] | None, _NOTHING] = None
+    parsed: _Derived = None
 
     def text(self) -> str:
         """The content as one string; parts are joined as they are."""
@@ -146,15 +188,16 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    include_obfuscation: Annotated[Literal[False] | None, _NOTHING] = None
 
 
 class GenerationRequest(Strict):
     """What both kinds of request share. Ranges are OpenAI's; `top_k` of 0 means all tokens."""
 
     model: str = "auto"
-    stream: bool = False
+    stream: _Flag = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -163,11 +206,12 @@ class GenerationRequest(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool = False
     guided_regex: Annotated[str, Field(min_length=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     user: str | None = None
+    logit_bias: _Empty = None
 
     @field_validator("stop")
     @classmethod
@@ -200,6 +244,11 @@ class GenerationRequest(Strict):
         return self.max_tokens
 
     @property
+    def output_limit_field(self) -> str:
+        """Where the caller set it, or could have."""
+        return "max_tokens"
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -218,19 +267,37 @@ class ChatRequest(GenerationRequest):
     """One `/v1/chat/completions` body."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     # The engines' contract carries the log probability of the chosen token alone.
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    top_logprobs: Annotated[Literal[0] | None, _NOTHING] = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    store: Annotated[Literal[False] | None, _NOTHING] = None
+    metadata: _Empty = None
+    service_tier: Annotated[Literal["auto", "default"] | None, _NOTHING] = None
+    modalities: Annotated[Annotated[list[Literal["text"]], Field(max_length=1)] | None, _NOTHING] = None
+    audio: _Null = None
+    prediction: _Null = None
+    reasoning_effort: _Null = None
+    verbosity: _Null = None
+    web_search_options: _Null = None
+    prompt_cache_key: _Null = None
+    prompt_cache_retention: _Null = None
+    safety_identifier: _Null = None
+    functions: _Null = None
+    function_call: _Null = None
 
     @property
     def output_limit(self) -> int | None:
         """The caller's limit in tokens; the newer name wins when both are given."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def output_limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def wants_log_probs(self) -> bool:
@@ -262,12 +329,17 @@ def _is_int(value: Any) -> bool:
 
 
 class CompletionRequest(GenerationRequest):
-    """One `/v1/completions` body. `prompt` is text or token ids; it reaches the model without a chat template."""
+    """One `/v1/completions` body. `prompt` is text or token ids; it reaches the model without a chat template.
+
+    Text of a control token (``<|im_end|>``) is that token here, as other servers of open models have it: whoever writes
+    a raw prompt writes the template's part too.
+    """
 
     prompt: str | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    logprobs: Annotated[Literal[0] | None, _SUPPORTED] = None
+    echo: Annotated[Literal[False] | None, _NOTHING] = None
+    best_of: Annotated[Literal[1] | None, _NOTHING] = None
+    suffix: _Null = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -318,9 +390,9 @@ def wants_stream(body: bytes, kind: Kind) -> bool:
     with contextlib.suppress(ValueError):
         fields = pydantic_core.from_json(body)
         if isinstance(fields, dict) and ("prompt" in fields) == (kind == "completion"):
-            stream = fields.get("stream", False)
-            if isinstance(stream, bool):
-                return stream
+            stream = fields.get("stream")
+            if stream is None or isinstance(stream, bool):
+                return bool(stream)
     return parse_request(body, kind).stream
 
 
@@ -377,7 +449,7 @@ def _checked_chat(request: ChatRequest) -> ChatRequest:
         name, names = request.tool_choice.function.name, [tool.function.name for tool in request.tools or []]
         if name not in names:
             raise InvalidRequestError(
-                f"tool_choice.function.name: {name!r} is not among tools; one of {', '.join(names)}",
+                f"tool_choice.function.name: {shorten(name)} is not among tools; one of {', '.join(names[:16])}",
                 param="tool_choice.function.name",
             )
     if request.parallel_tool_calls is not None and not request.tools:
@@ -477,8 +549,3 @@ def _path(loc: tuple[int | str, ...]) -> str:
         # A branch may be called like a union itself.
         before = part if before not in _UNIONS else None
     return path if len(path) <= 200 else path[:197] + "..."
-
-
-def shorten(value: Any) -> str:
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

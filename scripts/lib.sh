@@ -8,6 +8,11 @@ python=.venv/bin/python
 say() { printf '%s\n' "== $*" >&2; }
 die() { printf '%s\n' "error: $*" >&2; exit 1; }
 
+# Answers -h and --help with the comment at the head of the script, before anything is installed, built or stopped.
+for argument in "$@"; do
+  case $argument in -h | --help) sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0 ;; esac
+done
+
 # Succeeds when $1 runs, is Python 3.10 to 3.12 and can make environments.
 fits() {
   "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
@@ -40,7 +45,15 @@ TRITON_REALTIME_PYTHON=/path/to/python3"
 
 # set_up EXTRAS: .venv with the package and EXTRAS, from constraints.txt. A stamp, written last, says what is
 # installed: nothing is done twice, and an interrupted installation does not count. More extras serve as well.
+# One at a time: the others wait, and then find it done.
 set_up() {
+  exec 9<"$root/scripts/lib.sh"
+  flock --nonblock 9 || { say "another set-up of .venv is running; waiting for it"; flock 9; }
+  install_extras "$1"
+  exec 9<&-
+}
+
+install_extras() {
   local wanted chosen
   wanted=$(cat pyproject.toml constraints.txt | sha256sum)
   if [ "$(cat ".venv/installed-$1"* 2>/dev/null)" = "$wanted" ] && [ -x "$python" ]; then return; fi

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from orchestrator.errors import InvalidRequestError
+from orchestrator.errors import InvalidRequestError, shorten
 
 HEADER = "cache-control"
 # Up to the next comma that is in no quoted string; a string that never ends takes the rest.
@@ -39,7 +39,7 @@ def parse_cache_control(header: str) -> CacheControl:
         if name == "max-age":
             if not _SECONDS.fullmatch(value):
                 raise InvalidRequestError(
-                    f"{HEADER}: max-age must be a whole number of seconds, such as max-age=60 (got {value[:80]!r})",
+                    f"{HEADER}: max-age must be a whole number of seconds, such as max-age=60 (got {shorten(value)})",
                     param=HEADER,
                 )
             seconds = float(value)  # of any length

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from orchestrator.cache.stage import AnswerCache
 from orchestrator.cache.store import Selection, StoreError
-from orchestrator.errors import InvalidRequestError, StoreUnavailableError
+from orchestrator.errors import InvalidRequestError, StoreUnavailableError, shorten
 from orchestrator.request import Strict, check_size, explain
 
 StrictT = TypeVar("StrictT", bound=Strict)
@@ -51,7 +51,7 @@ async def _operate(cache: AnswerCache, operation: str, body: bytes) -> str:
         answer_id = _parse(body, WrongHit).id
         if not await cache.mark_wrong(answer_id.removeprefix("chatcmpl-")):
             raise InvalidRequestError(
-                f"id: {answer_id[:80]!r} is not the id of a recent answer out of the cache", param="id"
+                f"id: {shorten(answer_id)} is not the id of a recent answer out of the cache", param="id"
             )
         return json.dumps({"id": answer_id, "evicted": True})
     if operation == "invalidate":
@@ -64,7 +64,7 @@ async def _operate(cache: AnswerCache, operation: str, body: bytes) -> str:
             ) from error
         removed = await cache.invalidate(selection, dry_run=wanted.dry_run)
         return json.dumps({**removed._asdict(), "dry_run": wanted.dry_run})
-    raise InvalidRequestError(f"operation: {operation[:80]!r} does not exist; one of wrong, invalidate")
+    raise InvalidRequestError(f"operation: {shorten(operation)} does not exist; one of wrong, invalidate")
 
 
 def _parse(body: bytes, kind: type[StrictT]) -> StrictT:

@@ -31,6 +31,11 @@ _PASSED = (
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
     *("seed", "presence_penalty", "frequency_penalty"),
 )
+# Fields of messages that say nothing here; some APIs do not know them.
+_ASK_NOTHING: dict[str, Any] = {
+    **dict.fromkeys(("refusal", "audio", "function_call", "annotations", "parsed"), True),
+    "tool_calls": {"__all__": {"index": True, "function": {"parsed_arguments": True}}},
+}
 # Our extras, and the value of each that changes nothing.
 _NOT_OPENAI = {"top_k": 0, "min_tokens": 0, "ignore_eos": False, "repetition_penalty": 1.0, "guided_regex": None}
 
@@ -191,7 +196,13 @@ def build_body(request: Request, tier: Tier) -> dict[str, Any]:
             raise InvalidRequestError(f"{field}: not supported {where}; remove it, or name another tier", param=field)
     if request.wants_log_probs:
         raise InvalidRequestError(f"logprobs: not supported {where}; remove it, or name another tier", param="logprobs")
-    passed = request.model_dump(mode="json", by_alias=True, exclude_unset=True, include=set(_PASSED))
+    passed = request.model_dump(
+        mode="json",
+        by_alias=True,
+        exclude_unset=True,
+        include=set(_PASSED),
+        exclude={"messages": {"__all__": _ASK_NOTHING}},
+    )
     policy = tier.generation
     body: dict[str, Any] = {
         "model": tier.cloud.model,

@@ -9,8 +9,8 @@ from pydantic import ValidationError, WithJsonSchema
 from orchestrator.config import Embedder
 from orchestrator.contracts import EMBEDDING_MODEL
 from orchestrator.embedding.window import check_window
-from orchestrator.errors import InvalidRequestError, ModelNotFoundError
-from orchestrator.request import Strict, check_size, explain, shorten
+from orchestrator.errors import InvalidRequestError, ModelNotFoundError, shorten
+from orchestrator.request import Strict, check_size, explain
 
 MAX_INPUTS = 256
 

@@ -39,8 +39,8 @@ class WordPieces:
     def encode(self, texts: Sequence[bytes], field: str) -> Encoded:
         """All texts, padded to the length that the longest needs.
 
-        Raises `InvalidRequestError` naming `field` for a text that is not UTF-8, longer than the window, or larger than
-        `MAX_TEXT_BYTES`.
+        Raises `InvalidRequestError` naming `field` for a text that is empty, not UTF-8, longer than the window, or
+        larger than `MAX_TEXT_BYTES`.
         """
         fields = [field] if len(texts) == 1 else [f"{field}[{index}]" for index in range(len(texts))]
         ids = [self._encode(text, name) for text, name in zip(texts, fields)]
@@ -53,6 +53,8 @@ class WordPieces:
         )
 
     def _encode(self, text: bytes, field: str) -> list[int]:
+        if not text:
+            raise InvalidRequestError(f"{field}: must not be empty", param=field)
         if len(text) > MAX_TEXT_BYTES:
             raise InvalidRequestError(
                 f"{field}: has {len(text)} bytes; the embedder takes at most {self._max_input_tokens} tokens, "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orchestrator.config import Embedder, load_tiers, read_toml
 from orchestrator.contracts import ANSWER_HEADERS, EMBEDDING_MODEL
-from orchestrator.errors import ApiError, InternalError, ModelNotFoundError
+from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ModelNotFoundError, shorten
 from orchestrator.gateway.cache_admin import CacheOperation
 from orchestrator.gateway.chat import Completions
 from orchestrator.gateway.embeddings import Embeddings
@@ -88,7 +89,7 @@ def create_app(options: GatewayOptions) -> Guard:
         name = request.path_params["name"]
         if name not in model_names:
             error = ModelNotFoundError(
-                f"model: {name[:80]!r} does not exist; one of {', '.join(model_names)}", param="model"
+                f"model: {shorten(name)} does not exist; one of {', '.join(model_names)}", param="model"
             )
             return JSONResponse(error.body(), error.status)
         return JSONResponse(describe_model(name))
@@ -137,7 +138,7 @@ def create_app(options: GatewayOptions) -> Guard:
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """What pages of `origins` need to read the answers; everybody else's have no CORS headers."""
-    return CORSMiddleware(
+    return _Cors(
         app,
         allow_origins=origins,
         allow_methods=["GET", "POST"],
@@ -146,20 +147,36 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
+class _Cors(CORSMiddleware):
+    """Starlette's, whose refusals are bare text, with ours."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < 400:
+            return answer
+        error = InvalidRequestError(f"the preflight: {bytes(answer.body).decode()}")
+        kept = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
+        return JSONResponse(error.body(), error.status, kept)
+
+
 async def _refuse(request: Request, fault: Exception) -> JSONResponse:
     """What the router raises: 404 and 405, in OpenAI's shape."""
     assert isinstance(fault, HTTPException)
     if fault.status_code == MethodNotAllowedError.status:
         allowed = ", ".join(sorted((fault.headers or {})["Allow"].split(", ")))  # made from a set
-        error = MethodNotAllowedError(f"{request.method} {request.url.path}: allowed are {allowed}")
+        error = MethodNotAllowedError(f"{_target(request)}: allowed are {allowed}")
         return JSONResponse(error.body(), error.status, {"allow": allowed})
-    missing = RouteNotFoundError(f"{request.method} {request.url.path}: no such path; /openapi.json lists them")
+    missing = RouteNotFoundError(f"{_target(request)}: no such path; /openapi.json lists them")
     return JSONResponse(missing.body(), missing.status)
 
 
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
     return JSONResponse(error.body(), error.status, error_headers(error))
+
+
+def _target(request: Request) -> str:
+    return f"{request.method} {shorten(request.url.path)[1:-1]}"
 
 
 async def _fail(_: Request, __: Exception) -> JSONResponse:

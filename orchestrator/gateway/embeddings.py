@@ -92,13 +92,15 @@ class Embeddings:
         async def embed(index: int) -> Embedding:
             async with slots:
                 # Shielded: what Triton has begun, it finishes; it leaks a request that is cancelled as it ends.
-                field = f"input[{index}]" if is_list else "input"
-                embedding = await asyncio.shield(self._embed(inputs[index], field))
+                one = asyncio.create_task(self._embed(inputs[index], f"input[{index}]" if is_list else "input"))
+                one.add_done_callback(_look_at)
+                embedding = await asyncio.shield(one)
                 done.num_tokens += embedding.num_tokens
                 return embedding
 
         tasks = [asyncio.create_task(embed(index)) for index in range(len(inputs))]
         all_done = asyncio.gather(*tasks)
+        all_done.add_done_callback(_look_at)
         leaving = asyncio.create_task(wait_until_client_leaves(receive))
         try:
             await asyncio.wait((all_done, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -106,7 +108,8 @@ class Embeddings:
                 raise ClientLeft
             return await all_done
         finally:
-            all_done.cancel()  # and with it what it gathers
+            for task in tasks:  # a gathering that failed does not cancel the others any more
+                task.cancel()
             leaving.cancel()
 
     async def _embed(self, given: Input, field: str) -> Embedding:
@@ -118,6 +121,12 @@ class Embeddings:
         length = choose_length(len(given), self._embedder.max_input_tokens)
         input_ids, attention_mask = pad(given, length, self._embedder.pad_id)
         return Embedding(await self._triton.embed_ids(input_ids, attention_mask), len(given))
+
+
+def _look_at(done: asyncio.Future[Any]) -> None:
+    """Else asyncio logs what nobody waits for any more."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _to_floats(vector: bytes) -> Any:

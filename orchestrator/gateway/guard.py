@@ -10,12 +10,12 @@ import asyncio
 import ipaddress
 import logging
 import re
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Collection, Iterable
 from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ShuttingDownError
+from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ShuttingDownError, shorten
 from orchestrator.gateway.errors import HostNotAllowedError, OriginNotAllowedError
 from orchestrator.gateway.messages import send_error
 from orchestrator.gateway.metrics import OTHER_ROUTE, count_answer
@@ -26,6 +26,10 @@ _CLIENT_LEFT = 499  # nginx's; nobody reads it, it is only counted
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _WILDCARDS = ("0.0.0.0", "::")
 # Of a host header: name or address, with IPv6 in brackets; then perhaps a port (RFC 9110, section 7.2).
+# Of these two would mean that this server and a proxy before it may read different ones (RFC 9110, section 5.3, and for
+# Host RFC 9112, section 3.2).
+_SINGLE = (b"host", b"origin", b"content-type", b"content-encoding", b"authorization", REQUEST_ID_HEADER)
+_SCHEMES = (b"http", b"https")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:\d*)?")
 
 _logger = logging.getLogger("uvicorn.error")
@@ -62,7 +66,7 @@ class Guard:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         status = _CLIENT_LEFT
         request_id = headers.get(REQUEST_ID_HEADER)
-        refusal = self._find_fault(headers)
+        refusal = _find_repeated(scope["headers"], headers) or self._find_fault(headers)
         if request_id is None or not is_request_id(request_id.decode("latin-1")):
             request_id = new_request_id()
             scope["headers"] = [*scope["headers"], (REQUEST_ID_HEADER, request_id)]
@@ -101,18 +105,18 @@ class Guard:
         request_id = headers.get(REQUEST_ID_HEADER)
         if request_id is not None and not is_request_id(name := request_id.decode("latin-1")):
             return InvalidRequestError(
-                f"x-request-id: must be {REQUEST_ID_RULE} (got {name[:80]!r})", param="x-request-id"
+                f"x-request-id: must be {REQUEST_ID_RULE} (got {shorten(name)})", param="x-request-id"
             )
         host = headers.get(b"host", b"")
         if not self._is_host_allowed(host):
             return HostNotAllowedError(
-                f"host: {host[:80].decode('latin-1')!r} is not a name of this server; "
+                f"host: {shorten(host.decode('latin-1'))} is not a name of this server; "
                 "fix: `serve --allow-host NAME` if it should be"
             )
         origin = headers.get(b"origin")
-        if origin is not None and origin not in self._origins and origin.partition(b"://")[2] != host:
+        if origin is not None and origin not in self._origins and not _is_page_of(origin, host):
             return OriginNotAllowedError(
-                f"origin: pages of {origin[:80].decode('latin-1')!r} may not use this server; "
+                f"origin: pages of {shorten(origin.decode('latin-1'))} may not use this server; "
                 "fix: `serve --allow-origin ORIGIN` if they should"
             )
         return None
@@ -120,6 +124,22 @@ class Guard:
     def _check_host(self, header: bytes) -> bool:
         match = _HOST.fullmatch(header.decode("latin-1").lower())
         return match is not None and (match[1] in self._hosts or (self._takes_any_address and _is_address(match[1])))
+
+
+def _find_repeated(pairs: Collection[tuple[bytes, bytes]], headers: dict[bytes, bytes]) -> ApiError | None:
+    if len(pairs) == len(headers):
+        return None
+    names = [name for name, _ in pairs]
+    for name in _SINGLE:
+        if (count := names.count(name)) > 1:
+            return InvalidRequestError(f"{name.decode()}: sent {count} times; once is allowed", param=name.decode())
+    return None
+
+
+def _is_page_of(origin: bytes, host: bytes) -> bool:
+    """Whether `origin` is a page that this server itself served, under the name that is asked now."""
+    scheme, _, name = origin.partition(b"://")
+    return scheme in _SCHEMES and name == host
 
 
 def _is_address(host: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.contracts import FORWARDED_HEADERS
-from orchestrator.errors import ApiError, RequestTooLargeError, UnauthorizedError
+from orchestrator.errors import ApiError, RequestTooLargeError, UnauthorizedError, shorten
 from orchestrator.gateway.errors import UnsupportedMediaTypeError
 from orchestrator.request import MAX_REQUEST_BYTES
 
@@ -88,7 +88,7 @@ def _check_media_type(content_type: bytes) -> None:
 
 def _quote(value: bytes) -> str:
     """A header's value for an error message."""
-    return repr(value[:80].decode("latin-1"))
+    return shorten(value.decode("latin-1"))
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:

@@ -40,7 +40,9 @@ def _errors(**descriptions: str) -> dict[str, Any]:
 
 # The guard's, on every path.
 _REFUSED = _errors(
-    s400="x-request-id is not allowed", s403="a web page of another origin", s421="not a name of this server"
+    s400="x-request-id is not allowed, or a header came twice",
+    s403="a web page of another origin",
+    s421="not a name of this server",
 )
 
 

@@ -52,6 +52,7 @@ class Protocol(HttpToolsProtocol):
     _num_head_bytes = 0
     _num_discarded = 0
     _num_raw_bytes = 0  # of the request under way, with all that frames its body
+    _idle_since_s: float | None = None  # loop time; None while a request is under way
     _refusal: ApiError | None = None
     _read_timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
@@ -103,6 +104,7 @@ class Protocol(HttpToolsProtocol):
         if self._has_begun and not self.cycle.response_complete:
             raise _Pipelined
         super().on_message_begin()
+        self._idle_since_s = None
         self._has_begun = self._is_reading = self._is_in_head = True
         self._num_discarded = self._num_raw_bytes = 0
 
@@ -134,6 +136,7 @@ class Protocol(HttpToolsProtocol):
     # --- uvicorn's and the transport's calls ---
 
     def on_response_complete(self) -> None:
+        self._idle_since_s = self.loop.time()
         super().on_response_complete()
         if self.transport.is_closing():
             self._bound_writing()
@@ -154,8 +157,13 @@ class Protocol(HttpToolsProtocol):
     # --- limits ---
 
     def _wait_for_request(self) -> None:
+        """Line ends between requests, which HTTP allows, do not make the wait longer."""
         self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(self.limits.idle_s, self.timeout_keep_alive_handler)
+        if self._idle_since_s is None:
+            self._idle_since_s = self.loop.time()
+        self.timeout_keep_alive_task = self.loop.call_at(
+            self._idle_since_s + self.limits.idle_s, self.timeout_keep_alive_handler
+        )
 
     def _read_timed_out(self) -> None:
         self._refuse(RequestTimeoutError(f"the request took longer than {self.limits.read_s:g} s to arrive"))

@@ -14,9 +14,8 @@ from orchestrator import contracts
 from orchestrator.errors import from_message
 from orchestrator.infer_streams import InferStreams, Responses
 from orchestrator.limits.client import LimitsClient, answer_headers_of
-from orchestrator.wire import add_row, add_string, find_output, new_request, read_outputs, stop_request
-
-READY_TIMEOUT_S = 2.0
+from orchestrator.readiness import find_not_ready
+from orchestrator.wire import add_row, add_string, find_output, new_request, read_outputs
 
 
 class TritonClient:
@@ -61,33 +60,9 @@ class TritonClient:
         except aio.AioRpcError as error:
             raise from_message(error.details() or error.code().name) from error
 
-    async def find_not_ready(self, engines: Iterable[str]) -> list[str]:
-        """What is not ready: "triton", models of ours, or names of `engines`; empty when all is.
-
-        Triton calls a Python model ready whose engine failed or whose process died, so each engine is asked itself.
-        """
-        not_ready = []
-        stub = self._streams.stub
-        try:
-            server = await stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=READY_TIMEOUT_S)
-            if not server.ready:
-                not_ready.append("triton")
-            for model in (contracts.ORCHESTRATOR_MODEL, contracts.EMBEDDING_MODEL):
-                request = service_pb2.ModelReadyRequest(name=model)
-                if not (await stub.ModelReady(request, timeout=READY_TIMEOUT_S)).ready:
-                    not_ready.append(model)
-        except aio.AioRpcError:
-            return ["triton"]
-        return not_ready + [engine for engine in engines if not await self._answers(engine)]
-
-    async def _answers(self, engine: str) -> bool:
-        """Whether an engine model answers a stop for a request that does not exist, as the contract says it must."""
-        request = stop_request(engine, f"ready-{uuid.uuid4().hex}")
-        try:
-            responses = self._streams.stub.ModelStreamInfer(iter((request,)), timeout=READY_TIMEOUT_S)
-            return not any([response.error_message async for response in responses])
-        except aio.AioRpcError:
-            return False
+    async def find_not_ready(self, engines: Sequence[str]) -> list[str]:
+        """As `orchestrator.readiness.find_not_ready`."""
+        return await find_not_ready(self._streams.stub, engines)
 
 
 class EventStream:

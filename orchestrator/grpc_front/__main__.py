@@ -12,12 +12,13 @@ import grpc
 import uvloop
 
 from orchestrator.contracts import DEFAULT_GRPC_URL
-from orchestrator.grpc_front.server import Front, Server
+from orchestrator.grpc_front.server import Front, Served, Server
 from orchestrator.infer_streams import InferStreams
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m orchestrator.grpc_front", description=__doc__)
+    parser.add_argument("--artifact", type=Path, required=True, help="folder made by `python -m build`")
     parser.add_argument("--triton-grpc", default=DEFAULT_GRPC_URL, help="Triton's gRPC address (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=9001, help="port to listen on (%(default)s)")
@@ -35,7 +36,7 @@ def main() -> None:
 async def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM, then drain."""
     streams = InferStreams(args.triton_grpc)
-    front = Front(streams, with_keys=args.with_keys)
+    front = Front(streams, Served.read(args.artifact), with_keys=args.with_keys)
     server = Server(front)
     address = f"{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
     if args.cert is None:

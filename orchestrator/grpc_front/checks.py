@@ -8,43 +8,53 @@ memory, and has no parameter that we do not know.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from orchestrator.contracts import FORWARDED_HEADERS, FRONT_MODELS, FrontModel, TensorSpec
-from orchestrator.errors import InvalidRequestError, ModelNotFoundError
+from orchestrator.errors import InvalidRequestError, ModelNotFoundError, shorten
+from orchestrator.request import REQUEST_ID_RULE, is_request_id
 from orchestrator.wire import ASK_FOR_END
 
 _LENGTH_BYTES = 4  # before each element of a BYTES tensor
 _ITEM_BYTES = {"BOOL": 1, "INT32": 4, "UINT64": 8, "FP32": 4}
 _ALLOWED_PARAMETERS = (ASK_FOR_END, *FORWARDED_HEADERS)
 _VERSIONS = ("", "1")  # as `python -m build` lays a repository out
-_SHOWN_CHARS = 80  # of what the caller sent: a gRPC status must stay small
+_SHOWN_CHARS = 80  # of a name that the caller chose: a gRPC status must stay small
+_POSITIVE_INTEGER = re.compile(r"0*[1-9][0-9]{0,17}")
 
 
 def check_model(name: str) -> FrontModel:
     """The tensors of a public model; raises `ModelNotFoundError`, also for models that exist and are not public."""
     if name not in FRONT_MODELS:
         raise ModelNotFoundError(
-            f"model_name: {_shown(name)} does not exist here; one of {', '.join(FRONT_MODELS)}", param="model_name"
+            f"model_name: {shorten(name)} does not exist here; one of {', '.join(FRONT_MODELS)}", param="model_name"
         )
     return FRONT_MODELS[name]
 
 
-def check_request(request: Any) -> None:
-    """Raises `ModelNotFoundError`, or `InvalidRequestError` naming the field, for a `ModelInferRequest` we refuse."""
+def check_version(version: str) -> None:
+    """Raises `ModelNotFoundError` for another than the one that each model has."""
+    if version not in _VERSIONS:
+        raise ModelNotFoundError(f"model_version: must be 1, or empty (got {shorten(version)})", param="model_version")
+
+
+def check_request(request: Any, max_batch: int) -> None:
+    """Raises `ModelNotFoundError`, or `InvalidRequestError` naming the field, for a `ModelInferRequest` we refuse.
+
+    `max_batch` is the most that a dimension of any size may be: of public models, the embedder's batch.
+    """
     model = check_model(request.model_name)
     specs = {spec.name: spec for spec in model.inputs}
-    if request.model_version not in _VERSIONS:
-        raise _refused("model_version", f"must be 1, or empty (got {_shown(request.model_version)})")
+    check_version(request.model_version)
     for name, value in request.parameters.items():
         if name not in _ALLOWED_PARAMETERS:
             raise _refused(
                 f"parameters.{name[:_SHOWN_CHARS]}",
                 f"is not allowed here; allowed are {', '.join(_ALLOWED_PARAMETERS)}",
             )
-        if name == ASK_FOR_END and value.WhichOneof("parameter_choice") != "bool_param":
-            raise _refused(f"parameters.{name}", "must be a bool")
+        _check_parameter(name, value)
     for part, tensors in (("inputs", request.inputs), ("outputs", request.outputs)):
         for index, tensor in enumerate(tensors):
             for name in tensor.parameters:
@@ -56,7 +66,7 @@ def check_request(request: Any) -> None:
     outputs = [spec.name for spec in model.outputs]
     for index, output in enumerate(request.outputs):
         if output.name not in outputs:
-            raise _refused(f"outputs[{index}].name", f"{_shown(output.name)} is not one of {', '.join(outputs)}")
+            raise _refused(f"outputs[{index}].name", f"{shorten(output.name)} is not one of {', '.join(outputs)}")
     if len(request.raw_input_contents) not in (0, len(request.inputs)):
         raise _refused(
             "raw_input_contents", f"has {len(request.raw_input_contents)} parts for {len(request.inputs)} inputs"
@@ -67,9 +77,9 @@ def check_request(request: Any) -> None:
             raise _refused("inputs", f"must hold {spec.name} once, and holds it {given.count(spec.name)} times")
     for index, tensor in enumerate(request.inputs):
         if tensor.name not in specs:
-            raise _refused(f"inputs[{index}].name", f"{_shown(tensor.name)} is not one of {', '.join(specs)}")
+            raise _refused(f"inputs[{index}].name", f"{shorten(tensor.name)} is not one of {', '.join(specs)}")
         raw = request.raw_input_contents[index] if request.raw_input_contents else None
-        _check_tensor(f"inputs[{index}]", tensor, raw, specs[tensor.name])
+        _check_tensor(f"inputs[{index}]", tensor, raw, specs[tensor.name], max_batch)
 
 
 def most_tokens(request: Any) -> list[int]:
@@ -89,15 +99,32 @@ def _elements(raw: bytes) -> Iterator[bytes]:
         yield raw[begin:offset]
 
 
-def _check_tensor(field: str, tensor: Any, raw: bytes | None, spec: TensorSpec) -> None:
+def _check_parameter(name: str, value: Any) -> None:
+    """What the orchestrator reads itself (`cache-control`, the traces' context) it checks itself."""
+    kind = value.WhichOneof("parameter_choice")
+    if name == ASK_FOR_END:
+        if kind != "bool_param":
+            raise _refused(f"parameters.{name}", "must be a bool")
+        return
+    text = value.string_param
+    if kind != "string_param":
+        raise _refused(f"parameters.{name}", "must be a string, as the header of this name")
+    if name == "x-request-id" and not is_request_id(text):
+        raise _refused(f"parameters.{name}", f"must be {REQUEST_ID_RULE} (got {shorten(text)})")
+    if name == "x-deadline-ms" and not _POSITIVE_INTEGER.fullmatch(text):
+        raise _refused(f"parameters.{name}", f"must be a positive integer, as text (got {shorten(text)})")
+
+
+def _check_tensor(field: str, tensor: Any, raw: bytes | None, spec: TensorSpec, max_batch: int) -> None:
     datatype = {"STRING": "BYTES"}.get(kind := spec.dtype.removeprefix("TYPE_"), kind)
     if tensor.datatype != datatype:
-        raise _refused(f"{field}.datatype", f"must be {datatype} (got {_shown(tensor.datatype)})")
+        raise _refused(f"{field}.datatype", f"must be {datatype} (got {shorten(tensor.datatype)})")
     fits = len(tensor.shape) == len(spec.dims) and all(
-        size == dim or (dim == -1 and size > 0) for size, dim in zip(tensor.shape, spec.dims)
+        size == dim or (dim == -1 and 0 < size <= max_batch) for size, dim in zip(tensor.shape, spec.dims)
     )
     if not fits:
-        raise _refused(f"{field}.shape", f"must be {list(spec.dims)} (got {_shown(list(tensor.shape[:8]))})")
+        any_size = f", -1 being 1 to {max_batch}" if -1 in spec.dims else ""
+        raise _refused(f"{field}.shape", f"must be {list(spec.dims)}{any_size} (got {shorten(list(tensor.shape[:8]))})")
     count = math.prod(tensor.shape)
     if raw is None:
         if datatype != "BYTES":
@@ -128,8 +155,3 @@ def _count_elements(raw: bytes) -> int | None:
 
 def _refused(field: str, reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"{field}: {reason}", param=field)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

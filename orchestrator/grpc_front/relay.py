@@ -15,8 +15,9 @@ from grpc import aio
 from tritonclient.grpc import service_pb2
 
 from orchestrator.contracts import EMBEDDING_MODEL, FORWARDED_HEADERS
-from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_ensemble
+from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_prefixes
 from orchestrator.grpc_front.checks import check_request, most_tokens
+from orchestrator.grpc_front.scan import check_parts
 from orchestrator.infer_streams import InferStreams, Responses
 from orchestrator.limits.client import LimitsClient, MeteredResponses
 from orchestrator.wire import ask_for_end, error_response, is_end
@@ -32,9 +33,13 @@ AnyResponses = Responses | MeteredResponses
 
 
 class Upstream(NamedTuple):
-    """The way to Triton; `limits` where the orchestrator has keys, to ask about what does not pass it."""
+    """The way to Triton; `limits` where the orchestrator has keys, to ask about what does not pass it.
+
+    `max_batch` is the most texts that a request to the embedder may hold.
+    """
 
     streams: InferStreams
+    max_batch: int
     limits: LimitsClient | None = None
 
 
@@ -46,6 +51,12 @@ def parse(kind: type[Message], data: bytes) -> Any:
         raise InvalidRequestError(f"the message is no {kind.DESCRIPTOR.name}") from error
 
 
+def parse_infer_request(data: bytes) -> Any:
+    """Raises `InvalidRequestError` when `data` is no `ModelInferRequest`, or one of too many parts."""
+    check_parts(data)
+    return parse(service_pb2.ModelInferRequest, data)
+
+
 def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyResponses, bool]:
     """Check a caller's request and make it ours; returns its responses, and whether he asked for an empty last one.
 
@@ -54,7 +65,7 @@ def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyRe
     The orchestrator ends a request for whoever knows its id, so no id that a caller has chosen may reach it. Headers
     become parameters as Triton makes them of metadata: a header wins over a parameter that the caller set.
     """
-    check_request(request)
+    check_request(request, upstream.max_batch)
     request.id = uuid.uuid4().hex
     for name, value in metadata:
         if name in FORWARDED_HEADERS:
@@ -74,7 +85,7 @@ async def infer(upstream: Upstream, data: bytes, metadata: Metadata) -> Any:
 
     Raises the `ApiError` that the request was refused or answered with.
     """
-    request = parse(service_pb2.ModelInferRequest, data)
+    request = parse_infer_request(data)
     request_id = request.id
     responses, _ = prepare(upstream, request, metadata)
     reading = _keep(asyncio.create_task(_read_one(responses)))
@@ -96,8 +107,9 @@ async def _read_one(responses: AnyResponses) -> Any:
             if not _is_empty(response):
                 if answer is not None:
                     raise InvalidRequestError(
-                        "ModelInfer has one response, and this request is answered by several: "
-                        "call ModelStreamInfer, or ask for a whole answer (stream: false)"
+                        "stream: ModelInfer has one response, and this request is answered by several: "
+                        "call ModelStreamInfer, or ask for a whole answer (stream: false)",
+                        param="stream",
                     )
                 answer = response.infer_response
     if answer is None:
@@ -148,7 +160,7 @@ class StreamRelay:
         while (data := await self._context.read()) is not aio.EOF:
             request_id = ""
             try:
-                request = parse(service_pb2.ModelInferRequest, data)
+                request = parse_infer_request(data)
                 request_id = request.id
                 if len(self._live) >= MAX_LIVE_PER_STREAM:
                     raise OverloadedError(
@@ -169,7 +181,7 @@ class StreamRelay:
                 async for response in reading:
                     if wants_end or not (is_end(response) and _is_empty(response)):
                         response.infer_response.id = request_id
-                        response.error_message = strip_ensemble(response.error_message)
+                        response.error_message = strip_prefixes(response.error_message)
                         await self._write(response)
         except ApiError as error:
             await self._write(error_response(request_id, error.to_message()))

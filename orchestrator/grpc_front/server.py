@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf import text_format
 from grpc import aio
 from grpc._cython import cygrpc
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc import model_config_pb2, service_pb2
 
+from orchestrator.config import load_tiers
+from orchestrator.contracts import EMBEDDING_MODEL, ORCHESTRATOR_MODEL
 from orchestrator.errors import ApiError
-from orchestrator.grpc_front.checks import check_model
+from orchestrator.grpc_front.checks import check_model, check_version
 from orchestrator.grpc_front.relay import StreamRelay, Upstream, infer, parse
 from orchestrator.infer_streams import InferStreams
 from orchestrator.limits.client import LimitsClient
+from orchestrator.readiness import find_not_ready
 from orchestrator.request import MAX_REQUEST_BYTES
 
 log = logging.getLogger("orchestrator.grpc_front")
@@ -93,20 +99,37 @@ class Server(cygrpc.AioServer):  # type: ignore[misc]
             log.debug("a call of an unknown method: %r", error)
 
 
+@dataclass(frozen=True)
+class Served:
+    """What the front must know of the artifact: its engine models, and the most texts that one request may hold."""
+
+    engines: tuple[str, ...]
+    max_batch: int
+
+    @classmethod
+    def read(cls, artifact: Path) -> Served:
+        """Raises `OSError` or `ConfigError` when `artifact` is none."""
+        tiers = load_tiers(artifact / "tiers.toml").tier
+        config = (artifact / "model_repository" / EMBEDDING_MODEL / "config.pbtxt").read_text(encoding="utf-8")
+        max_batch = text_format.Parse(config, model_config_pb2.ModelConfig()).max_batch_size
+        return cls(tuple(dict.fromkeys(tier.model for tier in tiers if tier.cloud is None)), max_batch)
+
+
 class Front:
     """The handlers of every call of Triton's service. Messages come as bytes and are parsed by the handlers."""
 
-    def __init__(self, streams: InferStreams, *, with_keys: bool = False) -> None:
+    def __init__(self, streams: InferStreams, served: Served, *, with_keys: bool = False) -> None:
         """`with_keys` says that the orchestrator has keys, so that what does not pass it must be asked about."""
         self._streams = streams
-        self._upstream = Upstream(streams, LimitsClient(streams) if with_keys else None)
+        self._served = served
+        self._upstream = Upstream(streams, served.max_batch, LimitsClient(streams) if with_keys else None)
         self._relays: set[StreamRelay] = set()
-        served = {name: _unary(self._ask(name)) for name in _ASKED} | {
+        answered = {name: _unary(self._ask(name)) for name in _ASKED} | {
             "ModelInfer": _unary(self._infer),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream_infer),
         }
         self.handlers = {
-            f"/{_SERVICE.full_name}/{method.name}": served.get(method.name) or _unary(_deny(method.name))
+            f"/{_SERVICE.full_name}/{method.name}": answered.get(method.name) or _unary(_deny(method.name))
             for method in _SERVICE.methods
         }
 
@@ -121,7 +144,13 @@ class Front:
                 request = parse(_ASKED[name], data)
                 if "name" in request.DESCRIPTOR.fields_by_name:
                     check_model(request.name)
+                    check_version(request.version)
                 response = await getattr(self._streams.stub, name)(request, timeout=_ASK_TIMEOUT_S)
+                if name == "ServerReady" or (name == "ModelReady" and request.name == ORCHESTRATOR_MODEL):
+                    # As the gateway's /ready: Triton does not know of an engine that died inside its model.
+                    response.ready = response.ready and not await find_not_ready(
+                        self._streams.stub, self._served.engines
+                    )
                 return bytes(response.SerializeToString())
             except ApiError as error:
                 await _abort(context, error)

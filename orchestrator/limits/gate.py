@@ -17,6 +17,7 @@ from orchestrator.errors import (
     OverloadedError,
     RateLimitError,
     UnauthorizedError,
+    shorten,
 )
 from orchestrator.limits.guarded_ledger import GuardedLedger
 from orchestrator.limits.keys import EVERYBODY, Key, Keyring
@@ -122,7 +123,7 @@ def may_use(key: Key, name: str) -> bool:
 
 def not_allowed(key: Key, name: str) -> NotAllowedError:
     return NotAllowedError(
-        f"model: this key may not use {name!r}; it may use {', '.join(key.tiers or ())}", param="model"
+        f"model: this key may not use {shorten(name)}; it may use {', '.join(key.tiers or ())}", param="model"
     )
 
 

@@ -21,7 +21,7 @@ class Piece(NamedTuple):
 
 
 class TextStream:
-    """Cuts the text at a stop string and takes tool calls out of it; `is_stopped` once a stop string was found."""
+    """Cuts the text at a stop string and takes tool calls out of it."""
 
     def __init__(
         self, detokenizer: Detokenizer, stops: Sequence[str], parser: ToolParser | None, *, log_probs: bool
@@ -34,7 +34,13 @@ class TextStream:
 
     @property
     def is_stopped(self) -> bool:
-        return self._stops.matched is not None
+        """Whether the answer ends here: at a stop string, or with the one call that was wanted."""
+        return self._stops.matched is not None or (self._parser is not None and self._parser.is_over)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether what came out ends inside of a tool call."""
+        return self._parser is not None and self._parser.is_cut
 
     def push(self, token_ids: Sequence[int], log_probs: Sequence[float] | None) -> Piece:
         """New tokens, with their log probabilities if those were asked for; raises `EngineError` if they lack."""

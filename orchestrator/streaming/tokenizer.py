@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from orchestrator.errors import InvalidRequestError
+from orchestrator.streaming.control_tokens import ControlTokens
 
 
 class ChatTokenizer:
@@ -26,6 +28,8 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, template: str, special_tokens: Mapping[str, str] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1  # an id may be left out
+        self._control_tokens = ControlTokens(tokenizer)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -34,6 +38,11 @@ class ChatTokenizer:
         environment.globals["strftime_now"] = lambda form: datetime.now(timezone.utc).strftime(form)
         environment.globals.update(special_tokens or {})
         self._template = environment.from_string(template)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._vocab_size
 
     @classmethod
     def load(cls, folder: Path) -> ChatTokenizer:
@@ -46,7 +55,7 @@ class ChatTokenizer:
         return cls(Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes()), template, special_tokens)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` as it is. Other threads run meanwhile."""
+        """Token ids of `text` as it is, control tokens in it too. Other threads run meanwhile."""
         # Only the call for several texts gives up Python's lock.
         token_ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return token_ids
@@ -56,15 +65,37 @@ class ChatTokenizer:
     ) -> list[int]:
         """Prompt token ids for `messages`, ending where the assistant's answer begins.
 
-        Raises `InvalidRequestError` when the model's template refuses the messages.
+        Control tokens are the template's alone; in messages and tools their text is text. Raises `InvalidRequestError`
+        when the model's template refuses the messages, or ignores the name in one of them.
         """
+        hidden: list[str] = []
+        messages, tools = self._control_tokens.hide(messages, hidden), self._control_tokens.hide(tools, hidden)
         try:
-            prompt = self._template.render(messages=messages, tools=tools, add_generation_prompt=True)
-        except TemplateError as error:
+            prompt = self._render(messages, tools)
+            self._check_names(messages, tools)
+            return self._control_tokens.encode(prompt, hidden) if hidden else self.encode(prompt)
+        except (TemplateError, ValueError) as error:
             raise InvalidRequestError(
-                f"messages: the model's chat template refuses them: {error}", param="messages"
+                f"messages: the model's chat template refuses them: {self._control_tokens.show(str(error), hidden)}",
+                param="messages",
             ) from error
-        return self.encode(prompt)
+
+    def _render(self, messages: Any, tools: Any) -> str:
+        return self._template.render(messages=messages, tools=tools, add_generation_prompt=True)
+
+    def _check_names(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
+        """Most templates write no names. Found out by writing others, and looking for them."""
+        names = {index: secrets.token_hex(8) for index, message in enumerate(messages) if "name" in message}
+        if not names:
+            return
+        renamed = [{**each, "name": names[index]} if index in names else each for index, each in enumerate(messages)]
+        prompt = self._render(renamed, tools)
+        for index, name in names.items():
+            if name not in prompt:
+                raise InvalidRequestError(
+                    f"messages[{index}].name: not supported by the model's chat template; remove it",
+                    param=f"messages[{index}].name",
+                )
 
     def decode_stream(self) -> Detokenizer:
         """A fresh incremental decoder for one answer."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from orchestrator.config import ToolFormat
+from orchestrator.errors import EngineError, shorten
 from orchestrator.streaming.stops import overlap
 
 
@@ -30,42 +31,80 @@ class Parsed(NamedTuple):
 
 
 class ToolParser(Protocol):
-    """Splits one answer. A call of a function that was not offered is content, as the model wrote it."""
+    """Splits one answer. What is no call of an offered function with a JSON object is content, as the model wrote it.
+
+    Calls come out as they are written, and may then turn out to be broken; with `whole`, they come when they are whole.
+    With `only_one` the answer ends with the first call.
+    """
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more of the answer is wanted."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer, if it ends here, ends inside a call that came out in part."""
 
     def push(self, text: str) -> Parsed:
-        """What became certain with `text`."""
+        """What became certain with `text`.
+
+        Raises `EngineError` when a call came out in part, and its arguments are no JSON object.
+        """
 
     def flush(self) -> Parsed:
         """What is still held when the answer ends."""
 
 
-def create_tool_parser(name: ToolFormat, functions: Collection[str]) -> ToolParser:
+def create_tool_parser(
+    name: ToolFormat, functions: Collection[str], *, whole: bool = False, only_one: bool = False
+) -> ToolParser:
     """The parser of a model's format; `functions` are the names offered."""
-    return HermesParser(functions) if name == "hermes" else JsonParser(functions)
+    parser = HermesParser if name == "hermes" else JsonParser
+    return parser(functions, whole=whole, only_one=only_one)
 
 
-class HermesParser:
+class _Parser:
+    """What the parsers share."""
+
+    def __init__(self, functions: Collection[str], *, whole: bool = False, only_one: bool = False) -> None:
+        self._functions = functions
+        self._whole = whole
+        self._only_one = only_one
+        self._held = ""
+        self._num_calls = 0
+        self._reader: CallReader | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._only_one and self._num_calls > 0
+
+    @property
+    def is_cut(self) -> bool:
+        return self._reader is not None and self._reader.is_call and not self._reader.is_over
+
+    def _read_call(self) -> CallReader:
+        return CallReader(self._num_calls, self._functions, whole=self._whole)
+
+
+class HermesParser(_Parser):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them, text before and between."""
 
     BEGIN, END = "<tool_call>", "</tool_call>"
 
-    def __init__(self, functions: Collection[str]) -> None:
-        self._functions = functions
-        self._held = ""
-        self._mark = self.BEGIN  # with the white space before it
-        self._num_calls = 0
-        self._reader: CallReader | None = None
+    _mark = BEGIN  # with the white space before it
 
     def push(self, text: str) -> Parsed:
         self._held += text
         content: list[str] = []
         calls: list[ToolCallDelta] = []
-        while self._advance(content, calls):
+        while not self.is_over and self._advance(content, calls):
             pass
         return Parsed("".join(content), calls)
 
     def flush(self) -> Parsed:
         held, self._held = self._held, ""
+        if self.is_over:
+            return Parsed("", [])
         if self._reader is None:
             return Parsed(held.rstrip() if self._num_calls else held, [])
         if self._reader.is_call:
@@ -83,47 +122,42 @@ class HermesParser:
                 self._held = before[len(sure) :]
                 return False
             self._mark = before[len(sure) :] + self.BEGIN
-            self._reader, self._held = CallReader(self._num_calls, self._functions), after
+            self._reader, self._held = self._read_call(), after
             return True
         if not self._reader.is_over:
-            self._held = self._held[self._reader.push(self._held, calls) :]
-            return self._reader.is_over
+            reader = self._reader
+            self._held = self._held[reader.push(self._held, calls) :]
+            self._num_calls += reader.is_over and reader.is_call
+            return reader.is_over
         before, end, after = self._held.partition(self.END)
         if not end:
             return False
-        if self._reader.is_call:
-            self._num_calls += 1
-        else:
+        if not self._reader.is_call:
             content.append(f"{self._mark}{self._reader.text}{before}{end}")
         self._reader, self._held = None, after
         return True
 
 
-class JsonParser:
+class JsonParser(_Parser):
     """The whole answer is calls, as bare objects with ``;`` or white space between, or else it is content.
 
     Llama 3 calls like this, its arguments under "parameters"; so does any model whose call is forced by a schema.
     """
 
-    BETWEEN = " \t\r\n;,"
+    BETWEEN = " \t\r\n;,"  # held, for another call may come
 
-    def __init__(self, functions: Collection[str]) -> None:
-        self._functions = functions
-        self._held = ""  # what separates calls, if another one comes
-        self._num_calls = 0
-        self._reader: CallReader | None = None
-        self._is_content = False
+    _is_content = False
 
     def push(self, text: str) -> Parsed:
         content = ""
         calls: list[ToolCallDelta] = []
-        while text and not self._is_content:
+        while text and not self._is_content and not self.is_over:
             if self._reader is None:
                 rest = text.lstrip(self.BETWEEN)
                 self._held += text[: len(text) - len(rest)]
                 text = rest
                 if text.startswith("{"):
-                    self._reader = CallReader(self._num_calls, self._functions)
+                    self._reader = self._read_call()
                 elif text:
                     self._is_content = True
                     content, self._held = self._held, ""
@@ -137,10 +171,10 @@ class JsonParser:
                     self._is_content = True
                     content = self._held + self._reader.text
                 self._reader = None
-        return Parsed(content + text, calls)
+        return Parsed(content if self.is_over else content + text, calls)
 
     def flush(self) -> Parsed:
-        reader, self._reader = self._reader, None
+        reader = self._reader
         if reader is not None and not reader.is_call:
             return Parsed(self._held + reader.text, [])
         return Parsed("" if self._num_calls or reader else self._held, [])
@@ -149,23 +183,25 @@ class JsonParser:
 class CallReader:
     """Reads one object with "name" and "arguments" or "parameters", character by character.
 
-    Once the name is known and was offered it is a call, and pieces of the arguments come out as they arrive.
+    It is a call once the name is known and was offered and its arguments begin as an object, pieces of which come out
+    as they arrive; with `whole`, once it is whole and its arguments are a JSON object.
     """
 
-    def __init__(self, index: int, functions: Collection[str]) -> None:
+    def __init__(self, index: int, functions: Collection[str], *, whole: bool) -> None:
         self.text = ""  # all that was read
         self.is_over = False
         self.is_call = False
         self._index = index
         self._functions = functions
+        self._whole = whole
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
         self._key: str | None = None
-        self._name: str | None = None  # not sent yet
+        self._name: str | None = None
         self._raw = ""  # of the key or value under way, at the object's own level
-        self._arguments = ""  # not sent yet
-        self._has_arguments = False
+        self._arguments = ""
+        self._num_sent = 0  # characters of them
 
     def push(self, text: str, calls: list[ToolCallDelta]) -> int:
         """Read `text` up to the object's end; returns how many characters that were."""
@@ -177,8 +213,7 @@ class CallReader:
             self._take(char)
             if self._depth == 0 and char == "}":
                 self.is_over = True
-                if self.is_call and not self._has_arguments:
-                    self._arguments = "{}"
+                self._arguments = self._arguments or "{}"
                 self._send(calls)
                 return position + 1
         self._send(calls)
@@ -211,27 +246,48 @@ class CallReader:
         elif not char.isspace() or self._depth > 1:
             self._raw += char
         is_text = self._depth == 1 and self._raw.startswith('"')
-        if self._key in ("arguments", "parameters") and self._raw and not is_text:
+        if self._key in _ARGUMENTS and self._raw and not is_text:
             self._arguments += self._raw
-            self._has_arguments = True
             self._raw = ""
 
     def _end_value(self) -> None:
         if self._key == "name" and (name := _parse(self._raw)) in self._functions:
-            self.is_call, self._name = True, name
-        elif self._key in ("arguments", "parameters") and self._raw.startswith('"'):
-            self._arguments, self._has_arguments = _parse(self._raw) or "", True  # JSON as a text, as some models write
+            self._name = name
+        elif self._key in _ARGUMENTS and self._raw.startswith('"'):
+            self._arguments += _parse(self._raw) or ""  # JSON as a text, as some models write
         self._key, self._raw = None, ""
 
     def _send(self, calls: list[ToolCallDelta]) -> None:
-        if not self.is_call:
+        if self._name is None:
             return
-        if self._name is not None:
+        is_valid = self.is_over and _is_object(self._arguments)
+        if not self.is_call:
+            is_begun = self._key in _ARGUMENTS and self._arguments.startswith("{") and not self._whole
+            if not is_valid and (self.is_over or not is_begun):
+                return
+            self.is_call = True
             calls.append(ToolCallDelta(self._index, f"call_{uuid.uuid4().hex[:24]}", self._name, ""))
-            self._name = None
-        if self._arguments:
-            calls.append(ToolCallDelta(self._index, None, None, self._arguments))
-            self._arguments = ""
+        if self.is_over and not is_valid:
+            raise EngineError(
+                f"the model called {shorten(self._name)} with arguments that are no JSON object; ask again"
+            )
+        if piece := self._arguments[self._num_sent :]:
+            calls.append(ToolCallDelta(self._index, None, None, piece))
+            self._num_sent = len(self._arguments)
+
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _parse(raw: str) -> str | None:

@@ -165,7 +165,7 @@ def serve(options: ServeOptions) -> None:
                 environ={**os.environ, KEYS_VARIABLE: str(options.keys.absolute()) if options.keys else ""},
             )
             gateway = gateway_command(artifact, options, ports, run_dir)
-            front = options.front.command(ports, options.drain_timeout_s)
+            front = options.front.command(artifact.root, ports, options.drain_timeout_s)
             supervise(triton, gateway, front, facts, options.drain_timeout_s, signals, cleaner)
 
 

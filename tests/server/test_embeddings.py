@@ -48,9 +48,9 @@ def vectors(client: openai.OpenAI, given: Any, **fields: Any) -> np.ndarray:
     return np.array([each.embedding for each in answer.data])
 
 
-def text_input(text: bytes) -> triton.InferInput:
-    tensor = triton.InferInput("text", [1, 1], "BYTES")
-    tensor.set_data_from_numpy(np.array([[text]], dtype=np.object_))
+def text_input(*texts: bytes) -> triton.InferInput:
+    tensor = triton.InferInput("text", [len(texts), 1], "BYTES")
+    tensor.set_data_from_numpy(np.array([[text] for text in texts], dtype=np.object_))
     return tensor
 
 
@@ -136,8 +136,18 @@ def test_other_models_are_not_found(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("way", ["unary", "stream"])
-def test_the_front_refuses_in_our_words(scripted_stack: Stack, way: str) -> None:
-    too_long = [text_input(b"word " * 300)]
+@pytest.mark.parametrize(
+    ("texts", "param", "message"),
+    [
+        ([b"word " * 300], "text", "text: has 302 tokens; the embedder takes at most 256"),
+        ([b""], "text", "text: must not be empty"),
+        ([b"a"] * 9, "inputs[0].shape", "inputs[0].shape: must be [-1, 1], -1 being 1 to 8 (got [9, 1])"),
+    ],
+)
+def test_the_front_refuses_in_our_words(
+    scripted_stack: Stack, way: str, texts: list[bytes], param: str, message: str
+) -> None:
+    given = [text_input(*texts)]
     came = threading.Event()
     faults: list[Any] = []
 
@@ -148,16 +158,21 @@ def test_the_front_refuses_in_our_words(scripted_stack: Stack, way: str) -> None
     with triton.InferenceServerClient(scripted_stack.front_url) as connection:
         if way == "unary":
             with pytest.raises(triton.InferenceServerException) as caught:
-                connection.infer("embedding", too_long)
+                connection.infer("embedding", given)
             faults.append(caught.value)
         else:
             connection.start_stream(note)
-            connection.async_stream_infer("embedding", too_long)
+            connection.async_stream_infer("embedding", given)
             assert came.wait(10)
             connection.stop_stream()
     error = json.loads(faults[0].message())["error"]
-    assert (error["param"], error["code"]) == ("text", "invalid_value")
-    assert "has 302 tokens; the embedder takes at most 256" in error["message"]
+    assert (error["param"], error["code"]) == (param, "invalid_value")
+    assert error["message"].startswith(message)
+
+
+def test_the_largest_batch(scripted_stack: Stack) -> None:
+    with triton.InferenceServerClient(scripted_stack.front_url) as connection:
+        assert connection.infer("embedding", [text_input(*[b"a"] * 8)]).as_numpy("embedding").shape == (8, 384)
 
 
 def test_the_parts_are_not_public(scripted_stack: Stack) -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as triton
 from serving import Answer, Stack, running, script, wait_for
 
 SLOW = {"messages": script(text="x " * 500, itl_ms=20), "max_tokens": 500}
@@ -35,6 +36,11 @@ def test_the_engine_dies(own_stack: Stack, how: str) -> None:
     wait_for(lambda: own_stack.get("/ready").status_code == 503)
     assert own_stack.get("/ready").json() == {"status": "not ready", "not_ready": ["llm_small"]}
     assert own_stack.get("/health").status_code == 200
+    with triton.InferenceServerClient(own_stack.front_url) as front:
+        assert front.is_server_live()
+        assert not front.is_server_ready()
+        assert not front.is_model_ready("orchestrator")
+        assert front.is_model_ready("embedding")
     late = own_stack.post(messages=script(text="x"))
     assert late.status_code == 502
     assert late.json()["error"]["message"] == answers[0].error["message"]

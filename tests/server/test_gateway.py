@@ -45,6 +45,7 @@ def post(stack: Stack, content: Any, **headers: str) -> httpx.Response:
     ("method", "path", "expected"),
     [
         ("GET", "/nowhere", (404, "not_found")),
+        ("GET", "/" + "x" * 60_000, (404, "not_found")),
         ("GET", "/health/", (404, "not_found")),
         ("GET", CHAT_PATH, (405, "method_not_allowed")),
         ("OPTIONS", CHAT_PATH, (405, "method_not_allowed")),
@@ -54,6 +55,7 @@ def post(stack: Stack, content: Any, **headers: str) -> httpx.Response:
 def test_routes(scripted_stack: Stack, method: str, path: str, expected: tuple[int, str]) -> None:
     response = httpx.request(method, scripted_stack.url + path)
     assert error_of(response) == expected
+    assert len(response.content) < 400
     assert response.headers.get("allow", "") == {CHAT_PATH: "POST", "/v1/models": "GET, HEAD"}.get(path, "")
     assert not any(name.startswith("access-control") for name in response.headers)
 

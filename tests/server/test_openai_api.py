@@ -191,6 +191,30 @@ def test_a_tools_result_goes_back_to_the_model(scripted: openai.OpenAI) -> None:
     assert answer.choices[0].message.content == "It rains."
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_as_openais_client_leads_it(scripted: openai.OpenAI, stream: bool) -> None:
+    """The message of each answer is appended as it came."""
+
+    def turn(messages: list[Any], **fields: Any) -> Any:
+        if not stream:
+            return chat(scripted, messages, model="medium", **fields).choices[0].message
+        with scripted.chat.completions.stream(model="medium", messages=messages, **fields) as events:
+            for _ in events:
+                pass
+            return events.get_final_completion().choices[0].message
+
+    messages: list[Any] = script(text="Hello.")
+    messages.append(turn(messages))
+    assert messages[-1].content == "Hello."
+    messages += script(text=CALLS["medium"])
+    message = turn(messages, tools=[WEATHER])
+    messages.append(message)
+    (call,) = message.tool_calls
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
+    messages += script(text="It rains.")
+    assert turn(messages, tools=[WEATHER]).content == "It rains."
+
+
 def test_a_model_without_a_tool_parser_says_so(real: openai.OpenAI) -> None:
     error = refusal(real, tools=[WEATHER])
     assert error.param == "tools"

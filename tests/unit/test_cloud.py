@@ -175,6 +175,18 @@ def test_what_the_api_is_asked(cloud: FakeCloud) -> None:
     }
 
 
+def test_what_says_nothing_in_a_message_is_not_passed_on(cloud: FakeCloud) -> None:
+    """APIs that are only compatible with OpenAI's do not know it."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    function = {**call["function"], "parsed_arguments": None}  # type: ignore[dict-item]
+    back = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "parsed": {}, "audio": None}
+    messages = [*PROMPT, {**back, "tool_calls": [{**call, "index": 0, "function": function}]}]
+    cloud.reply = Reply(answer("One"))
+    run(cloud, messages=messages, store=False, metadata=None)
+    assert cloud.got[0].body["messages"][1:] == [{"role": "assistant", "content": "x", "tool_calls": [call]}]
+    assert not {"store", "metadata"} & set(cloud.got[0].body)
+
+
 def test_what_a_request_sets_is_passed_on(cloud: FakeCloud) -> None:
     tier = make_tier(cloud.url, limit_field="max_completion_tokens", key_env=None)
     stops = ["1", "2", "3", "4", "5"]

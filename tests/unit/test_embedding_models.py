@@ -53,22 +53,25 @@ def refusal(response: InferenceResponse) -> dict[str, Any]:
 
 
 def test_each_request_is_padded_by_itself(tokenizer_model: EmbeddingTokenizerModel) -> None:
-    short, both, empty = map(outputs, tokenizer_model.execute([ask(b"Hello"), ask(b"Hello", b"hello " * 20), ask(b"")]))
+    short, both, blank = map(
+        outputs, tokenizer_model.execute([ask(b"Hello"), ask(b"Hello", b"hello " * 20), ask(b" ")])
+    )
     assert short["input_ids"].tolist() == [[101, 7592, 102] + [0] * 13]
     assert short["attention_mask"].tolist() == [[1] * 3 + [0] * 13]
     assert short["num_tokens"].tolist() == [[3]]
     assert both["input_ids"].shape == both["attention_mask"].shape == (2, 32)
     assert both["num_tokens"].tolist() == [[3], [22]]
-    assert empty["num_tokens"].tolist() == [[2]]
+    assert blank["num_tokens"].tolist() == [[2]]
     assert {array.dtype for array in short.values()} == {np.dtype(np.int32)}
 
 
 def test_one_refusal_leaves_the_others_alone(tokenizer_model: EmbeddingTokenizerModel) -> None:
-    requests = [ask(b"word " * 254), ask(b"word " * 255), ask(b"\xff"), ask(b"a", b"\xff"), ask(b" " * 32769)]
-    fits, too_long, no_text, second, too_large = tokenizer_model.execute(requests)
+    requests = [ask(b"word " * 254), ask(b"word " * 255), ask(b"\xff"), ask(b"a", b"\xff"), ask(b" " * 32769), ask(b"")]
+    fits, too_long, no_text, second, too_large, empty = tokenizer_model.execute(requests)
     assert outputs(fits)["num_tokens"].tolist() == [[256]]
     assert refusal(too_long)["message"].startswith("text: has 257 tokens; the embedder takes at most 256")
     assert refusal(no_text)["message"].startswith("text: must be UTF-8")
+    assert refusal(empty)["message"] == "text: must not be empty"
     assert refusal(second)["param"] == "text[1]"
     assert (
         "has 32769 bytes; the embedder takes at most 256 tokens, in at most 32768 bytes"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from orchestrator import errors
-from orchestrator.errors import ApiError, EngineError, from_message, strip_ensemble
+from orchestrator.errors import ApiError, EngineError, from_message, strip_prefixes
 
 ALL = (
     (errors.InvalidRequestError, 400, "invalid_request_error", "invalid_value"),
@@ -75,4 +75,10 @@ def test_what_a_step_of_an_ensemble_says_is_read() -> None:
     got = from_message(f"in ensemble 'embedding', {said.to_message()}")
     assert (type(got), got.message) == (errors.InvalidRequestError, said.message)
     assert from_message("in ensemble 'embedding', the stub died").message == "the stub died"
-    assert strip_ensemble("not in ensemble 'embedding', no") == "not in ensemble 'embedding', no"
+    assert strip_prefixes("not in ensemble 'embedding', no") == "not in ensemble 'embedding', no"
+
+
+def test_triton_does_not_tell_our_ids() -> None:
+    said = "[request id: 0123abc] inference request batch-size must be <= 8 for 'embedding'"
+    assert from_message(said).message == said.partition("] ")[2]
+    assert strip_prefixes(f"in ensemble 'embedding', {said}") == said.partition("] ")[2]

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 
 from orchestrator.errors import InternalError
 from orchestrator.gateway import metrics
+from orchestrator.gateway.app import _with_cors
 from orchestrator.gateway.guard import Guard
 
 OWN = "http://127.0.0.1:8080"
@@ -112,6 +113,8 @@ def test_host(host: str, bound: str, allowed: bool) -> None:
         ("null", False),
         ("", False),
         ("127.0.0.1:8080", False),
+        ("x://127.0.0.1:8080", False),
+        ("file://127.0.0.1:8080", False),
     ],
 )
 def test_origin(origin: str, allowed: bool) -> None:
@@ -127,6 +130,34 @@ def test_origin(origin: str, allowed: bool) -> None:
 def test_a_request_id_is_passed_on_and_returned(given_id: str) -> None:
     response = ask(headers={"x-request-id": given_id})
     assert response.json()["x-request-id"] == response.headers["x-request-id"] == given_id
+
+
+@pytest.mark.parametrize(
+    "name", ["host", "origin", "content-type", "content-encoding", "authorization", "x-request-id"]
+)
+def test_what_may_come_once(name: str) -> None:
+    response = ask(headers=[(name, "a"), (name, "a")])
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == f"{name}: sent 2 times; once is allowed"
+    assert response.json()["error"]["param"] == name
+
+
+def test_lists_may_come_twice() -> None:
+    assert ask(headers=[("cache-control", "no-store"), ("cache-control", "max-age=5")]).status_code == 200
+
+
+def test_a_refused_preflight_has_openais_shape() -> None:
+    async def preflight(method: str) -> httpx.Response:
+        transport = httpx.ASGITransport(_with_cors(Route(), [OWN]))  # type: ignore[arg-type]
+        headers = {"origin": OWN, "access-control-request-method": method}
+        async with httpx.AsyncClient(transport=transport, base_url=OWN) as client:
+            return await client.options("/seen", headers=headers)
+
+    assert asyncio.run(preflight("POST")).status_code == 200
+    refused = asyncio.run(preflight("DELETE"))
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, "invalid_value")
+    assert error["message"] == "the preflight: Disallowed CORS method"
 
 
 def test_a_request_without_an_id_gets_one() -> None:

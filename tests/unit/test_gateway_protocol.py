@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -206,6 +207,21 @@ def test_an_idle_connection_is_closed(server: Server, sent: bytes) -> None:
     raw = server.ask(sent)
     assert raw.count(b"HTTP/1.1 200 OK") == sent.count(b"GET")
     assert 0.5 < time.monotonic() - started_s < 4
+
+
+@pytest.mark.parametrize("sent", [b"", GET], ids=["new", "used"])
+def test_line_ends_do_not_keep_a_connection_open(server: Server, sent: bytes) -> None:
+    with server.connect() as connection:
+        connection.sendall(sent)
+        started_s = time.monotonic()
+        with suppress(ConnectionError):
+            while time.monotonic() - started_s < 4:
+                connection.sendall(b"\r\n")
+                connection.settimeout(0.1)
+                with suppress(TimeoutError):
+                    if not connection.recv(1 << 16):
+                        break
+        assert 0.4 < time.monotonic() - started_s < 3
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,11 @@ from orchestrator import contracts
 from orchestrator.contracts import TensorSpec
 from orchestrator.errors import ApiError, InvalidRequestError, ModelNotFoundError
 from orchestrator.grpc_front import checks
-from orchestrator.grpc_front.checks import check_request
 from orchestrator.wire import add_string, new_request
+
+
+def check_request(request: Any) -> None:
+    checks.check_request(request, max_batch=8)
 
 
 def make(body: bytes = b"{}", model: str = "orchestrator") -> Any:
@@ -82,7 +85,7 @@ def test_the_typed_contents_pass() -> None:
 
 @pytest.mark.parametrize("name", contracts.FORWARDED_HEADERS)
 def test_headers_as_parameters_pass(name: str) -> None:
-    check_request(with_parameter(name, string_param="x"))
+    check_request(with_parameter(name, string_param="5"))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,14 @@ def test_headers_as_parameters_pass(name: str) -> None:
             with_parameter("triton_enable_empty_final_response", string_param="yes"),
             "parameters.triton_enable_empty_final_response: must be a bool",
         ),
-        (with_version("7"), "model_version: must be 1, or empty (got '7')"),
+        (with_parameter("authorization", bool_param=True), "parameters.authorization: must be a string"),
+        (with_parameter("cache-control"), "parameters.cache-control: must be a string"),
+        (with_parameter("x-deadline-ms", int64_param=5), "parameters.x-deadline-ms: must be a string"),
+        *(
+            (with_parameter("x-deadline-ms", string_param=text), "parameters.x-deadline-ms: must be a positive integer")
+            for text in ("", "0", "-5", "1.5", "5 ", "soon", "\u0665", "9" * 30)
+        ),
+        (with_parameter("x-request-id", string_param="a b"), "parameters.x-request-id: must be 1 to 128 letters"),
         (with_output("events"), "outputs[0].name: 'events' is not one of event"),
         (new_request("orchestrator"), "inputs: must hold request once, and holds it 0 times"),
         (twice(), "inputs: must hold request once, and holds it 2 times"),
@@ -140,6 +150,25 @@ def test_a_model_that_is_not_public(model: str) -> None:
     assert len(str(caught.value)) < 300
 
 
+def test_a_version_that_does_not_exist() -> None:
+    with pytest.raises(ModelNotFoundError, match=r"^model_version: must be 1, or empty \(got '7'\)$"):
+        check_request(with_version("7"))
+
+
+@pytest.mark.parametrize("size", [1, 8, 9, 2**40])
+def test_a_batch_of_texts_is_bounded_by_its_name(size: int) -> None:
+    request = new_request("embedding")
+    request.inputs.add(name="text", datatype="BYTES", shape=[size, 1])
+    request.raw_input_contents.append((struct.pack("<I", 1) + b"x") * min(size, 9))
+    if size <= 8:
+        check_request(request)
+        return
+    with pytest.raises(InvalidRequestError) as got:
+        check_request(request)
+    assert got.value.message == f"inputs[0].shape: must be [-1, 1], -1 being 1 to 8 (got [{size}, 1])"
+    assert got.value.param == "inputs[0].shape"
+
+
 def test_tensors_of_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """No public model has one yet."""
     spec = TensorSpec("ids", "TYPE_INT32", (-1, 2))
@@ -147,8 +176,8 @@ def test_tensors_of_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for shape, raw, message in (
         ([3, 2], bytes(24), None),
         ([3, 2], bytes(23), "must have 24 bytes (got 23)"),
-        ([0, 2], b"", "must be [-1, 2] (got [0, 2])"),
-        ([2**62, 2], bytes(8), f"must have {2**65} bytes (got 8)"),
+        ([0, 2], b"", "must be [-1, 2], -1 being 1 to 8 (got [0, 2])"),
+        ([2**62, 2], bytes(8), "must be [-1, 2], -1 being 1 to 8 (got [4611686018427387904, 2])"),
     ):
         request = new_request("other")
         request.inputs.add(name="ids", datatype="INT32", shape=shape)

@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,7 +17,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from orchestrator import contracts
 from orchestrator.grpc_front.__main__ import run
-from orchestrator.grpc_front.server import Front, Server
+from orchestrator.grpc_front.server import Front, Served, Server
 from orchestrator.infer_streams import InferStreams
 from orchestrator.wire import ASK_FOR_END, add_string, new_request
 
@@ -32,8 +33,15 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
+        self.is_ready = True
         self.requests: list[Any] = []
         self.cancelled: list[str] = []
+
+    async def ServerReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerReadyResponse(ready=self.is_ready)
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ModelReadyResponse(ready=self.is_ready)
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> None:
         live: dict[str, asyncio.Task[None]] = {}
@@ -69,7 +77,7 @@ def make(request_id: str = "mine", *, asks_for_end: bool = True) -> Any:
 
 
 @asynccontextmanager
-async def fronted(answer: Answer) -> AsyncIterator[tuple[FakeTriton, Any, Front]]:
+async def fronted(answer: Answer, engines: tuple[str, ...] = ()) -> AsyncIterator[tuple[FakeTriton, Any, Front]]:
     """A fake Triton, a stub that talks to it through the front, and the front."""
     fake = FakeTriton(answer)
     triton = aio.server()
@@ -78,7 +86,7 @@ async def fronted(answer: Answer) -> AsyncIterator[tuple[FakeTriton, Any, Front]
     await triton.start()
     try:
         streams = InferStreams(f"127.0.0.1:{port}")
-        front = Front(streams)
+        front = Front(streams, Served(engines, max_batch=8))
         server = Server(front)
         front_port = server.add_insecure_port(b"127.0.0.1:0")
         await server.start()
@@ -207,7 +215,9 @@ def test_no_more_rpcs_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(crowd())
 
 
-def test_a_server_that_ends_by_itself_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_by_itself_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, artifact: Callable[[str], Path]
+) -> None:
     async def ends(self: Server, timeout_s: float | None) -> None:
         return None
 
@@ -215,8 +225,61 @@ def test_a_server_that_ends_by_itself_ends_the_process(monkeypatch: pytest.Monke
     args = argparse.Namespace(
         triton_grpc="127.0.0.1:1", host="127.0.0.1", port=0, cert=None, with_keys=False, drain_timeout_s=1
     )
+    args.artifact = artifact("scripted")
     with pytest.raises(SystemExit, match="ended by itself"):
         asyncio.run(run(args))
+
+
+def test_what_the_front_knows_of_the_artifact(artifact: Callable[[str], Path]) -> None:
+    assert Served.read(artifact("scripted")) == Served(("llm_small",), max_batch=8)
+
+
+@pytest.mark.parametrize("fault", [None, "triton", "engine"])
+def test_ready_means_that_the_engine_answers(fault: str | None) -> None:
+    """Triton goes on to call a model ready whose engine has died."""
+
+    async def answer(request: Any, context: Any) -> None:
+        message = response(request, end=True)
+        if fault == "engine":
+            message.error_message = "the engine is gone"
+        await context.write(message)
+
+    async def scenario() -> None:
+        async with fronted(answer, ("llm_small",)) as (fake, stub, _):
+            fake.is_ready = fault != "triton"
+            is_ready = fault is None
+            assert (await stub.ServerReady(service_pb2.ServerReadyRequest())).ready == is_ready
+            for model, expected in (("orchestrator", is_ready), ("embedding", fault != "triton")):
+                assert (await stub.ModelReady(service_pb2.ModelReadyRequest(name=model))).ready == expected
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_does_not_exist_is_not_found() -> None:
+    async def scenario() -> None:
+        async with fronted(one_event_then_the_end) as (_, stub, _):
+            with pytest.raises(aio.AioRpcError) as got:
+                await stub.ModelMetadata(service_pb2.ModelMetadataRequest(name="orchestrator", version="99"))
+            assert got.value.code() == grpc.StatusCode.NOT_FOUND
+            assert "model_version: must be 1, or empty (got '99')" in (got.value.details() or "")
+
+    asyncio.run(scenario())
+
+
+def test_half_a_million_parts_hold_nobody_up() -> None:
+    async def scenario() -> None:
+        async with fronted(one_event_then_the_end) as (fake, stub, _):
+            channel_call = stub.ModelInfer
+            data = make().SerializeToString() + b"\x2a\x00" * 500_000
+            crowded = service_pb2.ModelInferRequest.FromString(data)
+            with pytest.raises(aio.AioRpcError) as got:
+                await channel_call(crowded)
+            assert "inputs: at most 16 are allowed" in (got.value.details() or "")
+            (answer, *_) = [each async for each in stub.ModelStreamInfer(iter((crowded,)))]
+            assert "inputs: at most 16 are allowed" in answer.error_message
+            assert fake.requests == []
+
+    asyncio.run(scenario())
 
 
 def test_what_has_ended_is_not_cancelled() -> None:

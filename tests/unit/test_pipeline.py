@@ -342,6 +342,70 @@ def test_arguments_stream_as_they_are_written(pipeline: Pipeline) -> None:
     assert sum("tool_calls" in event["choices"][0]["delta"] for event in sink.events) > 10
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_without_parallel_calls_the_first_one_ends_it(
+    pipeline: Pipeline, engines: InProcessEngines, stream: bool
+) -> None:
+    text = f"{HERMES}{HERMES} and much more" * 20
+    fields: dict[str, Any] = {"model": "medium", "tools": TOOLS, "stream": stream}
+    assert len(calls_of(run(pipeline, body({"text": text}, **fields)))) > 1
+    sink = run(pipeline, body({"text": text}, parallel_tool_calls=False, **fields))
+    assert calls_of(sink) == [("get_weather", '{"city": "Oslo"}')]
+    assert (sink.finish_reasons, sink.text) == (["tool_calls"], "")
+    assert engines.stopped == [engines.requests[-1].request_id]
+
+
+BROKEN = HERMES.replace('"Oslo"', "NaN")
+
+
+def test_a_whole_answer_has_no_broken_call(pipeline: Pipeline) -> None:
+    sink = run(pipeline, body({"text": BROKEN}, model="medium", tools=TOOLS))
+    assert (sink.text, calls_of(sink), sink.finish_reasons) == (BROKEN, [], ["stop"])
+
+
+@pytest.mark.parametrize("text", [BROKEN, HERMES.partition("Oslo")[0]], ids=["broken", "cut"])
+def test_a_call_that_streamed_and_is_broken_is_an_error(pipeline: Pipeline, text: str) -> None:
+    error, sink = failure(pipeline, body({"text": text, "per_char": True}, model="medium", tools=TOOLS, stream=True))
+    assert isinstance(error, EngineError)
+    assert error.message.endswith("; ask again")
+    assert sink.finish_reasons == []
+
+
+def test_a_streamed_call_cut_at_the_limit_is_no_error(pipeline: Pipeline) -> None:
+    script = {"text": HERMES, "per_char": True}
+    sink = run(pipeline, body(script, model="medium", tools=TOOLS, stream=True, max_tokens=60))
+    assert sink.finish_reasons == ["length"]
+    assert calls_of(sink)[0][1].startswith('{"ci')
+
+
+def test_strict_calls_are_those_that_are_forced(pipeline: Pipeline) -> None:
+    tool = {"type": "function", "function": {"name": "search", "strict": True, "parameters": {"type": "object"}}}
+    error, _ = failure(pipeline, body({"text": "x"}, model="medium", tools=[TOOLS[1], tool]))
+    assert isinstance(error, InvalidRequestError)
+    assert error.param == "tools[1].function.strict"
+    forced = '{"name": "search", "arguments": {}}'
+    sink = run(pipeline, body({"text": forced}, model="medium", tools=[tool], tool_choice="required"))
+    assert calls_of(sink) == [("search", "{}")]
+
+
+def test_a_token_id_outside_of_the_vocabulary(pipeline: Pipeline, engines: InProcessEngines) -> None:
+    error, _ = failure(pipeline, json.dumps({"prompt": [5, 49152]}).encode())
+    assert isinstance(error, InvalidRequestError)
+    assert error.message == "prompt[1]: token ids are integers from 0 to 49151 (got 49152)"
+    assert (error.param, engines.requests) == ("prompt[1]", [])
+
+
+def test_a_name_that_the_template_ignores(pipeline: Pipeline) -> None:
+    messages = [{"role": "user", "content": "Hi", "name": "Bob"}]
+    error, _ = failure(pipeline, json.dumps({"messages": messages}).encode())
+    assert error.param == "messages[0].name"
+
+
+def test_a_huge_model_name_is_shortened(pipeline: Pipeline) -> None:
+    error, _ = failure(pipeline, body(model="m" * 900_000))
+    assert len(error.message) < 300
+
+
 @pytest.mark.parametrize(
     "fields", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": [TOOLS[1]]}, {"tools": [], "model": "medium"}]
 )
@@ -624,7 +688,12 @@ def test_the_engines_share(num_input_ids: int, fields: dict[str, Any], expected:
             "the prompt's 100 tokens and an answer of up to 1 are more than the context window of 100",
         ),
         (10, {"max_tokens": 91}, "max_tokens", "the prompt's 10 tokens and an answer of up to 91 are more than"),
-        (10, {"max_tokens": 10**30}, "max_tokens", "the prompt's 10 tokens and an answer of up to"),
+        (
+            10,
+            {"max_completion_tokens": 2**31 - 1},
+            "max_completion_tokens",
+            "max_completion_tokens: the prompt's 10 tokens and an answer of up to 2147483647 are more than",
+        ),
         (150, {"max_tokens": 5}, "messages", "shorten the messages or lower max_tokens"),
         (10, {"min_tokens": 41}, "min_tokens", "min_tokens: 41 is more than the answer's limit of 40 tokens"),
     ],

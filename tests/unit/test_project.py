@@ -88,7 +88,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("schemas",),
     ("config", "wire", "call"),
-    ("streaming", "infer_streams", "routing"),
+    ("streaming", "infer_streams", "readiness", "routing"),
     ("request", "engines", "limits", "quality"),
     ("answer",),
     ("generation", "embedding", "cache"),

@@ -105,7 +105,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("tools", [tool()] * 129, "tools", "at most 128 items"),
     ("tool_choice", "auto", "tool_choice", "there are no tools to choose from; send tools"),
     ("tool_choice", "maybe", "tool_choice", "'none', 'auto' or 'required' (got 'maybe')"),
-    ("top_logprobs", 2, "top_logprobs", "less than or equal to 0 (got 2)"),
+    ("top_logprobs", 2, "top_logprobs", "top_logprobs: not supported; remove it (got 2)"),
     ("temperature", -0.1, "temperature", "temperature: Input should be greater than or equal to 0 (got -0.1)"),
     ("temperature", 2.1, "temperature", "temperature: Input should be less than or equal to 2 (got 2.1)"),
     ("temperature", "1", "temperature", "temperature: Input should be a valid number (got '1')"),
@@ -138,10 +138,32 @@ REFUSED: list[tuple[str, Any, str, str]] = [
         for field, value in {
             "best_of": 2,
             "functions": [],
-            "logit_bias": {},
+            "logit_bias": {"50256": -100},
+            "metadata": {"a": "b"},
+            "modalities": ["text", "audio"],
+            "audio": {"voice": "alloy"},
+            "service_tier": "flex",
+            "reasoning_effort": "low",
+            "prediction": {"type": "content", "content": "x"},
             "store": True,
         }.items()
     ),
+    *(
+        (
+            "messages",
+            [USER, {"role": "assistant", "content": "x", field: value}],
+            f"messages[1].{field}",
+            "not supported",
+        )
+        for field, value in {
+            "refusal": "I cannot",
+            "audio": {"id": "a"},
+            "function_call": {"name": "f", "arguments": "{}"},
+            "annotations": [{"type": "url_citation"}],
+        }.items()
+    ),
+    ("max_tokens", 10**300, "max_tokens", "max_tokens: Input should be less than 2147483648 (got 1000"),
+    ("max_completion_tokens", 2**31, "max_completion_tokens", "less than 2147483648 (got 2147483648)"),
 ]
 
 
@@ -273,9 +295,9 @@ def test_output_limit(fields: dict[str, int], limit: int | None) -> None:
         ({"prompt": [1, True]}, "must be one text or one list of token ids", "prompt"),
         ({"prompt": [-1]}, "prompt[0]: Input should be greater than or equal to 0 (got -1)", "prompt[0]"),
         ({"prompt": "x", "messages": [USER]}, "messages: not supported; remove it", "messages"),
-        ({"prompt": "x", "echo": True}, "echo: Input should be False (got True)", "echo"),
-        ({"prompt": "x", "best_of": 2}, "best_of: Input should be less than or equal to 1 (got 2)", "best_of"),
-        ({"prompt": "x", "logprobs": 1}, "logprobs: Input should be less than or equal to 0 (got 1)", "logprobs"),
+        ({"prompt": "x", "echo": True}, "echo: not supported; remove it (got True)", "echo"),
+        ({"prompt": "x", "best_of": 2}, "best_of: not supported; remove it (got 2)", "best_of"),
+        ({"prompt": "x", "logprobs": 1}, "logprobs: not supported; remove it (got 1)", "logprobs"),
         ({"prompt": "x", "suffix": "y"}, "suffix: not supported; remove it", "suffix"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1", "max_tokens"),
     ],
@@ -314,7 +336,7 @@ def test_only_the_first_of_many_faults_is_explained() -> None:
 def test_a_stream_is_seen_without_parsing_all() -> None:
     assert wants_stream(json.dumps({"messages": [USER], "stream": True}).encode(), "chat")
     assert not wants_stream(b'{"messages": 5}', "chat")  # the orchestrator will say what is wrong
-    for body in (b"5", b'{"stream": null, "messages": 5}', b'{"prompt": "x"}', b"{"):
+    for body in (b"5", b'{"stream": 1, "messages": 5}', b'{"prompt": "x"}', b"{"):
         with pytest.raises(InvalidRequestError):
             wants_stream(body, "chat")
 
@@ -386,8 +408,39 @@ def test_a_conversation_with_a_tool() -> None:
 
 
 def test_null_is_as_if_left_out() -> None:
-    nulls = dict.fromkeys(("max_tokens", "temperature", "top_p", "stop", "seed", "n", "stream_options", "user"))
+    """All but the few that OpenAI does not let be null either."""
+    nulls = dict.fromkeys(set(ChatRequest.model_fields) - {"messages", "model", "ignore_eos"})
     assert parse(**nulls) == parse()
+    nulls = dict.fromkeys(set(CompletionRequest.model_fields) - {"prompt", "model", "ignore_eos"})
+    assert complete(**nulls) == complete()
+    assert not wants_stream(json.dumps({"messages": [USER], "stream": None}).encode(), "chat")
+
+
+def test_what_asks_for_nothing_is_as_if_left_out() -> None:
+    fields: dict[str, Any] = {
+        "store": False,
+        "metadata": {},
+        "logit_bias": {},
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "top_logprobs": 0,
+    }
+    assert parse(**fields) == parse()
+    assert parse(service_tier="default") == parse()
+    assert complete(echo=False, best_of=1, suffix=None) == complete()
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert parse(stream=True, stream_options=options).include_usage
+
+
+def test_an_answers_message_comes_back() -> None:
+    nulls = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "name", "tool_call_id"))
+    back = {"role": "assistant", "content": "x", "annotations": [], "parsed": {"a": 1}, **nulls}
+    call = tool_call()
+    read = {**call, "index": 0, "function": {**call["function"], "parsed_arguments": {}}}
+    assert parse(messages=[USER, {**back, "tool_calls": [read]}]) == parse(
+        messages=[USER, {"role": "assistant", "content": "x", "tool_calls": [call]}]
+    )
+    assert parse(messages=[USER, back, USER]) == parse(messages=[USER, {"role": "assistant", "content": "x"}, USER])
 
 
 JSON = st.recursive(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.errors import EngineError
 from orchestrator.streaming.tool_calls import ToolFormat, create_tool_parser
 
 NAMES = {"get_weather", "search"}
@@ -17,9 +18,9 @@ WEATHER = '{"name": "get_weather", "arguments": {"city": "Oslo", "days": [1, {"a
 ARGUMENTS = '{"city": "Oslo", "days": [1, {"a": "}"}]}'
 
 
-def parse(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def parse(form: ToolFormat, pieces: list[str], **options: bool) -> tuple[str, list[tuple[str, str]]]:
     """All content, and name and arguments of each call; checks what every stream of deltas must hold."""
-    parser = create_tool_parser(form, NAMES)
+    parser = create_tool_parser(form, NAMES, **options)
     content, calls, ids = "", [], set()
     for parsed in [*map(parser.push, pieces), parser.flush()]:
         content += parsed.content
@@ -128,6 +129,71 @@ def test_any_arguments_survive_any_cuts(
     content, calls = parse(form, [text[start:end] for start, end in itertools.pairwise(edges)])
     assert content == ""
     assert [(name, json.loads(text)) for name, text in calls] == [("search", each) for each in arguments]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["5", "null", "[1]", '"no JSON"', '"[1]"', '{"q": NaN}', "{'q': 1}", '{"q": 1,}', '{"q": 1} {}', '{"q": "a\nb"}'],
+)
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+def test_a_whole_call_without_a_json_object_is_content(form: ToolFormat, arguments: str) -> None:
+    text = f'{{"name": "search", "arguments": {arguments}}}'
+    text = f"<tool_call>{text}</tool_call>" if form == "hermes" else text
+    assert parse(form, [text], whole=True) == (text, [])
+    assert parse(form, list(text), whole=True) == (text, [])
+    if not arguments.startswith("{"):  # else some of it has come out
+        assert parse(form, list(text)) == (text, [])
+
+
+@pytest.mark.parametrize("arguments", ['{"q": NaN}', "{'q': 1}", '{"q": 1,}'])
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+def test_a_call_that_came_out_in_part_and_is_broken_is_an_error(form: ToolFormat, arguments: str) -> None:
+    text = f'{{"name": "search", "arguments": {arguments}}}'
+    text = f"<tool_call>{text}</tool_call>" if form == "hermes" else text
+    with pytest.raises(
+        EngineError, match="^the model called 'search' with arguments that are no JSON object; ask again"
+    ):
+        parse(form, list(text))
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
+def test_whole_calls(form: ToolFormat, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    if calls and not calls[-1][1].endswith("}"):  # cut: then it is the model's text
+        content, calls = text, []
+    assert parse(form, list(text), whole=True) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (
+            "hermes",
+            f'a<tool_call>{WEATHER}</tool_call> b <tool_call>{{"name": "search", "arguments": {{}}}}</tool_call>',
+        ),
+        ("llama3", f'{WEATHER}; {{"name": "search", "parameters": {{}}}}'),
+    ],
+)
+def test_only_one_call(form: ToolFormat, text: str) -> None:
+    content = "a" if form == "hermes" else ""
+    assert parse(form, [text], only_one=True) == (content, [("get_weather", ARGUMENTS)])
+    assert parse(form, list(text), only_one=True) == (content, [("get_weather", ARGUMENTS)])
+    parser = create_tool_parser(form, NAMES, only_one=True)
+    for char in text:
+        parser.push(char)
+        if parser.is_over:
+            break
+    assert char == "}"
+
+
+def test_a_cut_call_is_seen() -> None:
+    parser = create_tool_parser("hermes", NAMES)
+    parser.push('<tool_call>{"name": "search", "arguments": {"q"')
+    parser.flush()
+    assert parser.is_cut
+    parser = create_tool_parser("hermes", NAMES)
+    parser.push('<tool_call>{"name": "search", "arguments": {}}')
+    parser.flush()
+    assert not parser.is_cut
 
 
 @given(text=st.text(alphabet='<tool_call>/{}":\\ nams,;', max_size=60), form=st.sampled_from(["hermes", "llama3"]))

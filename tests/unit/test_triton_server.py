@@ -281,9 +281,20 @@ def test_an_unknown_host() -> None:
 
 
 def test_the_fronts_command_line() -> None:
-    command = FrontOptions("0.0.0.0", Path("c.pem"), Path("k.pem")).command(Ports(1, 2, 3, 4, 5), 6.5)
+    command = FrontOptions("0.0.0.0", Path("c.pem"), Path("k.pem")).command(Path("a"), Ports(1, 2, 3, 4, 5), 6.5)
     assert command[1:] == (
-        *("-m", "orchestrator.grpc_front", "--triton-grpc", "127.0.0.1:3", "--host", "0.0.0.0", "--port", "5"),
+        *(
+            "-m",
+            "orchestrator.grpc_front",
+            "--artifact",
+            "a",
+            "--triton-grpc",
+            "127.0.0.1:3",
+            "--host",
+            "0.0.0.0",
+            "--port",
+            "5",
+        ),
         *("--drain-timeout-s", "7", "--cert", "c.pem", "--key", "k.pem"),
     )
     with_keys = FrontOptions(with_keys=True).command(Ports(1, 2, 3, 4, 5), 6.5)

@@ -1,0 +1,47 @@
+"""Whether the whole system is ready to answer, found out over Triton's gRPC service: the same truth on both fronts."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from grpc import aio
+from tritonclient.grpc import service_pb2
+
+from orchestrator.contracts import EMBEDDING_MODEL, ORCHESTRATOR_MODEL
+from orchestrator.wire import stop_request
+
+TIMEOUT_S = 2.0
+
+
+async def find_not_ready(
+    stub: Any, engines: Sequence[str], models: Sequence[str] = (ORCHESTRATOR_MODEL, EMBEDDING_MODEL)
+) -> list[str]:
+    """What is not ready: "triton", `models`, or names of `engines`; empty when all is.
+
+    `stub` is one of Triton's service. Triton calls a Python model ready whose engine failed or whose process died, so
+    each engine is asked itself.
+    """
+    not_ready = []
+    try:
+        server = await stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=TIMEOUT_S)
+        if not server.ready:
+            not_ready.append("triton")
+        for model in models:
+            request = service_pb2.ModelReadyRequest(name=model)
+            if not (await stub.ModelReady(request, timeout=TIMEOUT_S)).ready:
+                not_ready.append(model)
+    except aio.AioRpcError:
+        return ["triton"]
+    return not_ready + [engine for engine in engines if not await _answers(stub, engine)]
+
+
+async def _answers(stub: Any, engine: str) -> bool:
+    """Whether an engine model answers a stop for a request that does not exist, as the contract says it must."""
+    request = stop_request(engine, f"ready-{uuid.uuid4().hex}")
+    try:
+        responses = stub.ModelStreamInfer(iter((request,)), timeout=TIMEOUT_S)
+        return not any([response.error_message async for response in responses])
+    except aio.AioRpcError:
+        return False
