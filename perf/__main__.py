@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from perf.embedder import ArtifactEmbedder
 
             embedder = ArtifactEmbedder(find_artifact(options.artifacts, "cpu"))
-            table, result = cache_lookup_speed(options.pairs, embedder, options.sizes, options.operations)
+            table, result = cache_lookup_speed(
+                options.pairs, embedder, options.sizes, options.operations, options.stores
+            )
         else:
             table, result = cancel(options.artifacts, options.times, options.others)
         publish(table, result, options.json)
@@ -106,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs.jsonl"), metavar="FILE")
     command.add_argument("--sizes", type=_counts, default=[10, 1000, 100_000], help="numbers of entries")
     command.add_argument("--operations", type=_count, default=300, help="of each kind")
+    command.add_argument("--stores", nargs="+", choices=("memory", "redis"), default=["memory", "redis"])
     return parser
 
 

@@ -25,6 +25,7 @@ from perf.redis_server import RedisServer
 from perf.report import format_table, say
 from perf.stats import percentile
 
+STORES = ("memory", "redis")
 _SEED = 7
 _NUM_WARM_UP = 20
 _TTL_S = 3600.0
@@ -40,9 +41,9 @@ class Question(NamedTuple):
 
 
 def cache_lookup_speed(
-    pairs_path: Path, embedder: Embedder, sizes: Sequence[int], num: int
+    pairs_path: Path, embedder: Embedder, sizes: Sequence[int], num: int, names: Sequence[str] = STORES
 ) -> tuple[str, dict[str, Any]]:
-    """`num` operations of each kind, with each number of entries, for both stores; the table and the JSON line.
+    """`num` operations of each kind, with each number of entries, for each store; the table and the JSON line.
 
     Raises `PerfError` for pairs too few to ask `num` questions of, or a lookup that finds what it should not.
     """
@@ -54,23 +55,29 @@ def cache_lookup_speed(
     server = RedisServer()
     server.start()
     try:
-        results = asyncio.run(_measure(server.url, stored, known, asked, sizes))
+        results = asyncio.run(_measure(server.url, stored, known, asked, sizes, names))
     finally:
         server.stop()
     return _table(results), {"command": "cache-lookup", "operations": num, "stores": results}
 
 
 async def _measure(
-    url: str, stored: Sequence[Question], known: Sequence[Question], asked: Sequence[Question], sizes: Sequence[int]
+    url: str,
+    stored: Sequence[Question],
+    known: Sequence[Question],
+    asked: Sequence[Question],
+    sizes: Sequence[int],
+    names: Sequence[str],
 ) -> dict[str, Any]:
-    results: dict[str, Any] = {"memory": {}, "redis": {}}
+    results: dict[str, Any] = {name: {} for name in names}
     for size in sizes:
         client = connect(url)
         stores: dict[str, Store] = {
             "memory": MemoryStore(1 << 32),
             "redis": RedisStore(client, 1 << 32, prefix=f"perf-{size}"),
         }
-        for name, store in stores.items():
+        for name in names:
+            store = stores[name]
             say(f"{name}: {size} entries")
             started_s = perf_counter()
             for each in stored[:size]:
