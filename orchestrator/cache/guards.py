@@ -15,7 +15,7 @@ from itertools import combinations
 from orchestrator.cache.chinese import read_chinese
 from orchestrator.cache.languages import guess_language
 from orchestrator.cache.lexicon import Lexicon, load_lexicon, words
-from orchestrator.cache.reading import ADVERBS, Reading, Token, read_question
+from orchestrator.cache.reading import ADVERBS, MODALS, Reading, Token, read_question
 from orchestrator.cache.typos import mend
 
 # Kinds that a question without any word of asking may stand for: "capital of France?", "reset iphone password".
@@ -103,7 +103,7 @@ def compare(cached: Reading, asked: Reading) -> str | None:
     pairs = _align(cached.tokens, asked.tokens, lexicon, fold)
     if isinstance(pairs, str):
         return pairs
-    return _check_roles(pairs)
+    return _check_roles(pairs, may_lead=cached.language != "en" or "what" not in cached.kinds)
 
 
 def _same_kind(cached: Reading, asked: Reading) -> bool:
@@ -204,8 +204,12 @@ def _is_strong(role: str) -> bool:
     return role != "" and role[0] not in "~^"
 
 
-def _check_roles(pairs: list[tuple[int, int, Token, Token]]) -> str | None:
-    """Who does what to whom: the prepositions that matter, and the order of what has none."""
+def _check_roles(pairs: list[tuple[int, int, Token, Token]], *, may_lead: bool) -> str | None:
+    """Who does what to whom: the prepositions that matter, and the order of what has none.
+
+    A deed `may_lead` what it is done to in one question and follow it in the other, but not where one of the two is
+    asked for: "what can bees kill", "what can kill bees".
+    """
     for _, _, cached, asked in pairs:
         if cached.role[:1] == asked.role[:1] == "^" and cached.role != asked.role:
             return "roles"
@@ -220,10 +224,17 @@ def _check_roles(pairs: list[tuple[int, int, Token, Token]]) -> str | None:
             continue
         if _is_adverbial(cached, asked) or _is_adverbial(later_cached, later_asked):
             continue
+        if (cached.text in MODALS) != (later_cached.text in MODALS):
+            continue  # "can a child sit", "a child can sit"
         keep_roles = cached.role == asked.role and later_cached.role == later_asked.role
         if _is_participle_once(cached, asked) and _is_participle_once(later_cached, later_asked):
             return "order"  # "print a copied page", "copy a printed page"
-        if keep_roles and _is_deed(cached, asked) != _is_deed(later_cached, later_asked):
+        if (
+            may_lead
+            and keep_roles
+            and _is_deed(cached, asked) != _is_deed(later_cached, later_asked)
+            and not (_has_subject(cached, asked) or _has_subject(later_cached, later_asked))
+        ):
             continue  # "open an account", "account opening"
         if abs(at - later_at) == abs(there - later_there) == 1 and (
             (_is_participle(cached, asked) and not (later_cached.is_verb or later_asked.is_verb))
@@ -242,6 +253,11 @@ def _check_roles(pairs: list[tuple[int, int, Token, Token]]) -> str | None:
 def _is_deed(one: Token, other: Token) -> bool:
     """Whether the two name what is done, by a verb at least on one side: "cancel", "cancellation"."""
     return (one.is_verb and other.is_verb) or ((one.is_verb or other.is_verb) and not one.bases & other.bases)
+
+
+def _has_subject(one: Token, other: Token) -> bool:
+    """Whether one is the finite form of the other, whose subject stands in front: "eats pandas", "pandas eat"."""
+    return one.is_verb and other.is_verb and {one.text, other.text} in [{base, f"{base}s"} for base in one.bases]
 
 
 def _is_participle(one: Token, other: Token) -> bool:

@@ -28,6 +28,7 @@ _GLUED_UNIT = re.compile(
     r"(\d)(km/h|kmh|kph|mph|km|cm|mm|kg|mg|ml|gb|mb|tb|kb|lbs|lb|oz|ft|hrs|hr|min|usd|eur|gbp|g|m|h|s|l|c|f|k|w|v|°c|°f)\b"
 )
 _SENTENCE_END = re.compile(r"(?<=[.?!;:])\s+|\n+|\s+[-–—]+\s+|\.\.+|(?<=[?!])")
+_INNER_END = re.compile(r"[.?!;:,]\s+\w")
 _QUOTES = str.maketrans(
     {"’": "'", "‘": "'", "`": "'", "´": "'", "“": '"', "”": '"', "«": '"', "»": '"', "¿": " ", "¡": " "}
 )
@@ -61,6 +62,8 @@ _CLAUSE_ROLES = words_of(
 # Behind them a phrase begins that no preposition governs any more.
 _COPULAS = words_of("is are was were do does did ist sind war es son est sont")
 _LIGHT_VERBS = words_of("be do have get go")
+MODALS = words_of("can could may might should must will would")
+_DETERMINERS = words_of("the a an my your our his her their this that these those")
 ADVERBS = words_of(
     "today tomorrow yesterday tonight now hoy ahora mañana ayer heute jetzt gestern maintenant demain hier"
 )
@@ -83,6 +86,10 @@ class Token(NamedTuple):
     usage: str
     part: int  # which sentence or clause it stands in
     is_joined: bool = False  # "and" or "or" stands before it
+
+
+# A token's other fields, for a word that stands for itself alone.
+_PLAIN = (frozenset[str](), "", "", False, False, False, "plain", 0)
 
 
 class Reading(NamedTuple):
@@ -141,11 +148,15 @@ def read_question(text: str, language: str) -> Reading:
             and own[0].role == ""
             and part == 0
             and own[0].text[-1] != "s"
+            and rest.split()[0] not in _DETERMINERS
         ):
             kind = "command"
         if kind != "none" or own:
             kinds.append(kind)
         tokens += own
+    if not tokens and (set(kinds) <= {"none"} or _INNER_END.search(lowered)):
+        # "How are you?", "I need time. What can I do?": what says nothing beside a question is all there is.
+        tokens = [Token(word, frozenset((word,)), *_PLAIN) for word in _words(lowered)]
     asked = tuple(sorted(kind for kind in kinds if kind != "none")) or ("none",)
     return Reading(
         language,
@@ -233,6 +244,8 @@ def _without_polite_head(clause: str, lexicon: Lexicon) -> str:
 def _is_polite(clause: str, lexicon: Lexicon, *, was_polite: bool = False) -> bool:
     """Whether `clause` is politeness alone: of such words, and of one that says nothing else unless it `was_polite`."""
     words = re.findall(r"[^\W\d_]+|\d+", clause)
+    if not lexicon.people.isdisjoint(words) and lexicon.querying.isdisjoint(words):
+        return False
     return all(word in lexicon.polite for word in words) and (
         was_polite or any(word in lexicon.polite_marks for word in words)
     )
@@ -332,7 +345,7 @@ def _tokens(words: list[str], lexicon: Lexicon, names: frozenset[str], part: int
             position += 1
             continue
         else:
-            if word in ADVERBS:
+            if word in ADVERBS or (word in MODALS and lexicon.language == "en"):
                 role = ""
             base, own_grade = lexicon.graded.get(word, (word, ""))
             bases = lexicon.bases(base)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from itertools import pairwise
 from typing import Literal
 
 from orchestrator.cache.lexicon import Lexicon, words
@@ -24,7 +25,7 @@ _CONFUSED: dict[str, frozenset[str]] = {
         "lose loose",
         "than then",
         "break brake",
-        "weather whether",
+        "weather whether wether",
         "piece peace",
         "advice advise",
         "quiet quite",
@@ -44,6 +45,17 @@ _CONFUSED: dict[str, frozenset[str]] = {
         "stationary stationery",
         "which witch",
         "site sight cite",
+        "covert convert",
+        "to too",
+        "cheap cheep",
+        "passed past",
+        "breath breathe",
+        "choose chose",
+        "untied united",
+        "lightening lightning",
+        "wonder wander",
+        "accept except",
+        "pubic public",
     )
     for word in group.split()
 }
@@ -55,7 +67,7 @@ _ES = ("ses", "xes", "zes", "ches", "shes", "oes", "ies")
 def mend(text: str, other: str, lexicon: Lexicon) -> str:
     """`text` with each word that is none replaced by the nearest word of `other`, if that is near enough."""
     theirs = frozenset(word.lower() for word in _WORD.findall(other))
-    text = _close_compounds(text, theirs)
+    text = _split_glued(_close_compounds(text, theirs), other, lexicon)
     own = frozenset(word.lower() for word in _WORD.findall(text))
     for found in _WORD.finditer(text):
         word, wrong = found[0], found[0].lower()
@@ -94,6 +106,17 @@ def _close_compounds(text: str, theirs: frozenset[str]) -> str:
     return text
 
 
+def _split_glued(text: str, other: str, lexicon: Lexicon) -> str:
+    """ "mypassword" becomes "my password" where the other question writes it so; "MySQL" is not its "SQL"."""
+    theirs = re.findall(r"[^\W\d_]+", other.lower())
+    apart = {one + following: f"{one} {following}" for one, following in pairwise(theirs)}
+    for word in {found[0] for found in _WORD.finditer(text)}:
+        wrong = word.lower()
+        if wrong in apart and wrong not in theirs and not _is_known(wrong, lexicon):
+            text = _replace(text, word, apart[wrong])
+    return text
+
+
 def _doubt(word: str, *, is_first: bool, lexicon: Lexicon) -> Literal["none", "slip", "all"]:
     """What `word` may be: no typing error; one if letters only slipped, being a word of sorts; or any."""
     wrong = word.lower()
@@ -115,6 +138,8 @@ def _doubt(word: str, *, is_first: bool, lexicon: Lexicon) -> Literal["none", "s
 def _is_known(word: str, lexicon: Lexicon) -> bool:
     if (word,) in lexicon.groups or word in _little_words(lexicon) or word in lexicon.polite:
         return True
+    if lexicon.language == "en" and word.removesuffix("s") in _ASKING:
+        return True  # "whens": an apostrophe is missing
     if lexicon.language != "en":
         return False
     # "doees" is no form of "doe": only these endings take "es".

@@ -24,12 +24,14 @@ def words(text: str) -> frozenset[str]:
 
 
 _FOLDER = Path(__file__).parent
+_PART = re.compile(r"<([a-z]+)>")
 _SNOWBALL = {"en": "porter", "es": "spanish", "de": "german", "fr": "french"}
 
 
 class _File(Row):
     """One language's TOML file; lists of words are texts, separated by spaces."""
 
+    parts: dict[str, str] = Field(default_factory=dict)
     prefixes: list[str]
     suffixes: list[str]
     frames: list[list[str]]
@@ -51,8 +53,16 @@ class _File(Row):
     apart: list[str] = Field(default_factory=list)
     polite: str = ""
     polite_marks: str = ""
+    people: str = ""
+    querying: str = ""
     asking: str = "(?!)"
     subordinate: str = "(?!)"
+
+    def written_out(self, patterns: list[str]) -> list[str]:
+        """`patterns` with each `<name>` replaced by that part; a part may be made of other parts."""
+        while any(_PART.search(pattern) for pattern in patterns):
+            patterns = [_PART.sub(lambda found: self.parts[found[1]], pattern) for pattern in patterns]
+        return patterns
 
 
 class Word(NamedTuple):
@@ -86,6 +96,8 @@ class Lexicon:
     graded: dict[str, tuple[str, str]]
     polite: frozenset[str]
     polite_marks: frozenset[str]
+    people: frozenset[str]
+    querying: frozenset[str]
     asking: re.Pattern[str]
     subordinate: re.Pattern[str]
     words: dict[str, Word]
@@ -154,10 +166,15 @@ def load_lexicon(language: str) -> Lexicon:
         Lexicon(
             language=language,
             prefixes=_any_of(
-                file.prefixes, r"^\W*(?:", r")[\s,.:;!?—–-]*" if language == "zh" else r")(?!(?<=\w)\w)[\s,.:;!?—–-]*"
+                file.written_out(file.prefixes),
+                r"^\W*(?:",
+                r")[\s,.:;!?—–-]*" if language == "zh" else r")(?!(?<=\w)\w)[\s,.:;!?—–-]*",
             ),
-            suffixes=_any_of(file.suffixes, r"[\s,.:;!?—–-]*(?<!\w)(?:", r")\W*$"),
-            frames=tuple((_whole_words(pattern, language), kind) for pattern, kind in file.frames),
+            suffixes=_any_of(file.written_out(file.suffixes), r"[\s,.:;!?—–-]*(?<!\w)(?:", r")\W*$"),
+            frames=tuple(
+                (_whole_words(pattern, language), kind)
+                for pattern, (_, kind) in zip(file.written_out([frame[0] for frame in file.frames]), file.frames)
+            ),
             contractions=tuple((re.compile(pattern), text) for pattern, text in file.contractions),
             drop=frozenset(file.drop.split()),
             soft=frozenset(file.soft.split()),
@@ -171,6 +188,8 @@ def load_lexicon(language: str) -> Lexicon:
             graded=_graded(file.graded.split()) if language == "en" else {},
             polite=frozenset(file.polite.split()) | frozenset(file.polite_marks.split()),
             polite_marks=frozenset(file.polite_marks.split()),
+            people=frozenset(file.people.split()),
+            querying=frozenset(file.querying.split()),
             asking=re.compile(rf"(?<=[\s,:])(?:{file.asking})(?!\w)"),
             subordinate=re.compile(rf"(?:{file.subordinate})(?!\w)"),
             words=words,
