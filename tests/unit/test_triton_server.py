@@ -297,7 +297,7 @@ def test_the_fronts_command_line() -> None:
         ),
         *("--drain-timeout-s", "7", "--cert", "c.pem", "--key", "k.pem"),
     )
-    with_keys = FrontOptions(with_keys=True).command(Ports(1, 2, 3, 4, 5), 6.5)
+    with_keys = FrontOptions(with_keys=True).command(Path("a"), Ports(1, 2, 3, 4, 5), 6.5)
     assert with_keys[-1] == "--with-keys"
 
 
