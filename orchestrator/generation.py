@@ -74,7 +74,7 @@ class Generation:
             text = error.message.removeprefix("guided_decoding_guide: ")
             if guide is not None and text != error.message:
                 if text.endswith(TRY_AGAIN):
-                    raise OverloadedError(f"{guide.param}: {text}") from error
+                    raise OverloadedError(f"{guide.param}: {text}", param=guide.param) from error
                 raise InvalidRequestError(f"{guide.param}: {text}", param=guide.param) from error
             if not isinstance(self._request, ChatRequest) and error.message.startswith("input_ids: "):
                 text = error.message.removeprefix("input_ids: ")
@@ -215,7 +215,8 @@ def forced_call_guide(request: Request) -> Guide | None:
         return None
     definitions: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     calls = []
-    for tool in request.offered_tools:
+    for index, tool in enumerate(request.offered_tools):
+        check_schema(tool.function.parameters or {}, f"tools[{index}].function.parameters")
         name, parameters = tool.function.name, dict(tool.function.parameters or {"type": "object"})
         if isinstance(request.tool_choice, ToolChoice) and name != request.tool_choice.function.name:
             continue
@@ -235,8 +236,6 @@ def forced_call_guide(request: Request) -> Guide | None:
                 "additionalProperties": False,
             }
         )
-    for tool in request.offered_tools:
-        check_schema(tool.function.parameters or {}, "tools")
     schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     schema |= {word: all_of_them for word, all_of_them in definitions.items() if all_of_them}
     return Guide("json_schema", json.dumps(schema, ensure_ascii=False), "tools")

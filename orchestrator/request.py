@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from orchestrator.errors import InvalidRequestError, RequestTooLargeError, shorten
+from orchestrator.regexes import check_regex
 from orchestrator.schemas import check_schema
 
 # One request's JSON on every way in. Checked before parsing.
@@ -46,6 +47,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 def is_request_id(text: str) -> bool:
     return _REQUEST_ID.fullmatch(text) is not None
+
+
+_SCHEMA = "response_format.json_schema.schema"
 
 
 class Guide(NamedTuple):
@@ -310,7 +314,7 @@ class ChatRequest(GenerationRequest):
             return Guide("json", None, "response_format")
         if isinstance(self.response_format, JsonSchemaFormat):
             schema = self.response_format.json_schema.schema_
-            return Guide("json_schema", json.dumps(schema, ensure_ascii=False), "response_format")
+            return Guide("json_schema", json.dumps(schema, ensure_ascii=False), _SCHEMA)
         return super().guide
 
     @property
@@ -414,6 +418,8 @@ def _checked_completion(request: CompletionRequest) -> CompletionRequest:
 
 
 def _check_options(request: GenerationRequest) -> None:
+    if request.guided_regex is not None:
+        check_regex(request.guided_regex, "guided_regex")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options: only with stream: true", param="stream_options")
 
@@ -433,15 +439,15 @@ def _checked_chat(request: ChatRequest) -> ChatRequest:
     for index, message in enumerate(request.messages):
         _check_message(f"messages[{index}]", message)
     guide = request.guide
-    if guide is not None and len((guide.text or "").encode()) > MAX_SCHEMA_BYTES:
-        raise InvalidRequestError(
-            f"response_format.json_schema.schema: {len((guide.text or '').encode())} bytes; "
-            f"at most {MAX_SCHEMA_BYTES} are allowed",
-            param="response_format.json_schema.schema",
-        )
     if isinstance(request.response_format, JsonSchemaFormat):
-        check_schema(request.response_format.json_schema.schema_, "response_format.json_schema.schema")
-    if guide is not None and guide.param == "response_format" and request.guided_regex is not None:
+        schema = request.response_format.json_schema.schema_
+        num_bytes = len(json.dumps(schema, ensure_ascii=False).encode(errors="surrogatepass"))
+        if num_bytes > MAX_SCHEMA_BYTES:
+            raise InvalidRequestError(
+                f"{_SCHEMA}: {num_bytes} bytes; at most {MAX_SCHEMA_BYTES} are allowed", param=_SCHEMA
+            )
+        check_schema(schema, _SCHEMA)
+    if guide is not None and guide.type != "regex" and request.guided_regex is not None:
         raise InvalidRequestError("guided_regex: cannot be combined with response_format", param="guided_regex")
     if request.tool_choice not in (None, "none") and not request.tools:
         raise InvalidRequestError("tool_choice: there are no tools to choose from; send tools", param="tool_choice")
@@ -458,7 +464,8 @@ def _checked_chat(request: ChatRequest) -> ChatRequest:
     if request.offered_tools and request.logprobs:
         raise InvalidRequestError("logprobs: cannot be combined with tools", param="logprobs")
     if request.offered_tools and guide is not None:
-        raise InvalidRequestError(f"{guide.param}: cannot be combined with tools", param=guide.param)
+        param = "guided_regex" if guide.type == "regex" else "response_format"
+        raise InvalidRequestError(f"{param}: cannot be combined with tools", param=param)
     return request
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import base64
 import collections
+import math
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from orchestrator import contracts
-from orchestrator.engines import EngineRefusal
+from orchestrator.engines import TRY_AGAIN, EngineRefusal
 from orchestrator.engines.worker import CommandReader
 
 # Processor time, so that the verdict hangs little on how busy the machine is; two cores spend it in 2 s. A schema of 50
@@ -22,6 +24,8 @@ from orchestrator.engines.worker import CommandReader
 COMPILE_LIMIT_S = 4.0
 # Time on the clock: as long as a client may be kept in doubt, as compiling comes last of all on a busy machine.
 COMPILE_TIMEOUT_S = 5.0
+# For so long those who wait hear that a guide took too much time on the clock: that was the machine, not the guide.
+CLOCK_VERDICT_S = 1.0
 # Remembered verdicts; at 16 KiB for the largest guide, 16 MiB at most.
 MAX_VERDICTS = 1024
 # GenAI keeps every grammar that it ever compiled (3 MB for a schema of 16 KiB), so the process is renewed.
@@ -47,10 +51,11 @@ class Guide(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why a guide is refused, or None; and the memory that it takes compiled."""
+    """Why a guide is refused, or None; the memory that it takes compiled; until when on `time.monotonic` this holds."""
 
     refusal: str | None
     num_bytes: int = 0
+    until_s: float = math.inf
 
 
 class GuideChecker:
@@ -68,6 +73,8 @@ class GuideChecker:
 
     def knows(self, guide: Guide) -> bool:
         """Whether the verdict on `guide` is there already."""
+        if guide in self._verdicts and time.monotonic() >= self._verdicts[guide].until_s:
+            del self._verdicts[guide]
         return guide in self._verdicts
 
     def check(self, guide: Guide) -> bool:
@@ -76,7 +83,7 @@ class GuideChecker:
         Never waits. Raises `EngineRefusal` when the guide does not compile.
         """
         self._read()
-        if guide in self._verdicts:
+        if self.knows(guide):
             self._verdicts.move_to_end(guide)
             refusal = self._verdicts[guide].refusal
             if refusal is not None:
@@ -130,17 +137,18 @@ class GuideChecker:
             was_ready = self._is_ready
             self.close()
             if self._asked is not None:
-                self.decide(self._asked, self._explain_death())
+                self._remember(self._asked, self._explain_death())
                 self._asked = None
             self._start()
             if not was_ready:
                 raise EngineRefusal(f"{_NAME}: the process that compiles guides does not start; its log says why")
 
-    def _explain_death(self) -> str:
-        limits = {
-            -signal.SIGPROF: f"{COMPILE_LIMIT_S:g} s of processor time",
-            -signal.SIGALRM: f"{COMPILE_TIMEOUT_S:g} s",
-        }
-        if self._process.returncode in limits:
-            return f"{_NAME}: takes more than {limits[self._process.returncode]} to compile; make it simpler"
-        return f"{_NAME}: cannot be compiled (its compiler ended with status {self._process.returncode})"
+    def _explain_death(self) -> Verdict:
+        status = self._process.returncode
+        if status == -signal.SIGALRM:
+            refusal = f"{_NAME}: takes more than {COMPILE_TIMEOUT_S:g} s to compile, on a busy machine; {TRY_AGAIN}"
+            return Verdict(refusal, until_s=time.monotonic() + CLOCK_VERDICT_S)
+        if status == -signal.SIGPROF:
+            limit = f"{COMPILE_LIMIT_S:g} s of processor time"
+            return Verdict(f"{_NAME}: takes more than {limit} to compile; make it simpler")
+        return Verdict(f"{_NAME}: cannot be compiled (its compiler ended with status {status})")

@@ -8,6 +8,8 @@ too long or too much memory.
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
 import resource
@@ -22,9 +24,11 @@ import openvino
 import openvino_genai as genai
 from openvino import opset13 as ops
 
-from orchestrator import contracts
+from orchestrator import contracts, regexes, schemas
+from orchestrator.engines import EngineRefusal
 from orchestrator.engines.guide_checker import COMPILE_LIMIT_S, COMPILE_TIMEOUT_S, Guide
 from orchestrator.engines.worker import write_line
+from orchestrator.errors import InvalidRequestError
 
 # The lowest: whoever waits for tokens comes before a guide that is new.
 COMPILE_NICENESS = 19
@@ -42,11 +46,22 @@ _NAME = contracts.GUIDED_DECODING_GUIDE.name
 
 
 def to_structured_output(guide: Guide) -> genai.StructuredOutputConfig:
-    """The guide in GenAI's words; type json is any JSON object."""
-    if guide.type == "json":
-        return genai.StructuredOutputConfig(json_schema='{"type": "object"}')
-    field = {"json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}[guide.type]
-    return genai.StructuredOutputConfig(**{field: guide.text})
+    """The guide in GenAI's words. Raises `EngineRefusal` for what a grammar cannot say."""
+    return genai.StructuredOutputConfig(grammar=_to_grammar(guide))
+
+
+@functools.lru_cache(maxsize=64)
+def _to_grammar(guide: Guide) -> str:
+    """The guide as EBNF: xgrammar's own converters skip what they do not know; type json is any JSON object."""
+    text = guide.text or ""
+    try:
+        if guide.type == "regex":
+            return regexes.to_grammar(text, _NAME)
+        if guide.type == "ebnf_grammar":
+            return text
+        return schemas.to_grammar(json.loads(text) if text else {"type": "object"}, _NAME)
+    except InvalidRequestError as error:
+        raise EngineRefusal(error.message) from error
 
 
 class GuideCompiler:
@@ -64,14 +79,15 @@ class GuideCompiler:
             self._pipeline = genai.LLMPipeline(path.read_text(), weights, tokenizer, "CPU", ATTENTION_BACKEND="SDPA")
         self._end_id = tokenizer.get_eos_token_id()
 
-    def generate(self, guide: Guide, num_tokens: int = 1, seed: int = 0) -> None:
+    def generate(self, guide: Guide, num_tokens: int = 1, seed: int = 0, *, may_end: bool = False) -> list[int]:
         """Generate `num_tokens` that follow `guide` (as far as it goes), at random; the global lock is free meanwhile.
 
-        Raises `RuntimeError` with GenAI's words when it does not compile.
+        Returns their ids, fewer with `may_end` if the text ended. Raises `RuntimeError` with GenAI's words when the
+        guide does not compile, and `EngineRefusal` when no grammar can say it.
         """
         config = genai.GenerationConfig(
             max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,  # a guide that may end soon is followed all the same
+            min_new_tokens=0 if may_end else num_tokens,  # a guide that may end soon is followed all the same
             do_sample=True,
             rng_seed=seed,
             apply_chat_template=False,
@@ -79,7 +95,8 @@ class GuideCompiler:
         config.eos_token_id = self._end_id
         config.stop_token_ids = {self._end_id}
         config.structured_output_config = to_structured_output(guide)
-        self._pipeline.generate(openvino.Tensor(np.array([[self._end_id]], np.int64)), config)
+        results = self._pipeline.generate(openvino.Tensor(np.array([[self._end_id]], np.int64)), config)
+        return [int(token_id) for token_id in results.tokens[0]]
 
 
 def _empty_model(vocab_size: int) -> openvino.Model:
@@ -108,6 +125,8 @@ def refuse(compiler: GuideCompiler, guide: Guide) -> str | None:
             compiler.generate(guide, TRIED_TOKENS, seed)
     except RuntimeError as error:
         return f"{_NAME}: {shorten(str(error))}"
+    except EngineRefusal as refusal:
+        return str(refusal)
     ms_per_token = (time.process_time() - began_s) * 1000 / (len(TRIED_SEEDS) * TRIED_TOKENS)
     if ms_per_token > MAX_MS_PER_TOKEN:
         return (

@@ -111,7 +111,7 @@ class OpenVINOStepper:
         self._waiting: dict[str, EngineRequest] = {}  # guided requests, in their order; while it drains, all new ones
         self._is_draining = False
         self._compiled: dict[Guide, None] = {}  # oldest first; GenAI remembers more, which then costs a hop
-        self._compiling: tuple[Guide, Future[None]] | None = None
+        self._compiling: tuple[Guide, Future[list[int]]] | None = None
         self._guide_bytes = 0
         self._thread = ThreadPoolExecutor(1, "guides", initializer=_lower_priority)
 
@@ -185,6 +185,7 @@ class OpenVINOStepper:
         if request.min_tokens > 0:
             raise EngineRefusal(f"{name}: the guide says how long the text is; leave {contracts.MIN_TOKENS.name} out")
         guide = Guide(request.guide_type, request.guide)
+        to_structured_output(guide)  # refused at once, without the other process, if it is not followed or too large
         waiting = {Guide(each.guide_type, each.guide) for each in self._waiting.values() if each.guide_type}
         num_new = sum(not self._checker.knows(each) for each in waiting)
         if num_new >= MAX_NEW_GUIDES and guide not in waiting and not self._checker.knows(guide):

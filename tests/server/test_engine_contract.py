@@ -359,9 +359,10 @@ def test_the_real_engine_follows_a_guide(real: Client, sampled: bool) -> None:
     ("guide", "message"),
     [
         (("regex", "(a{1,1000}){1,1000}{9}{9}{9}"), "guided_decoding_guide: "),
-        (("regex", "(((((a?){9}){9}){9}){9}){9}"), "guided_decoding_guide: takes more than "),
+        (("regex", "(((((a?){9}){9}){9}){9}){9}"), "guided_decoding_guide: counts up to 6561 characters"),
+        (("regex", ".{0,3000}"), "guided_decoding_guide: takes more than "),
         (("regex", "(a|aa|aaa|[a-z]{1,9})*"), "guided_decoding_guide: costs "),
-        (("json_schema", '{"type": "nonsense"}'), 'guided_decoding_guide: Unsupported type "nonsense"'),
+        (("json_schema", '{"type": "nonsense"}'), 'guided_decoding_guide.type: "nonsense"; must be one'),
         (("ebnf_grammar", "a ::= b"), "guided_decoding_guide: EBNF parser error"),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_regex(real: openai.OpenAI) -> None:
     [
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wrong"}}}},
-            "response_format",
+            "response_format.json_schema.schema",
         ),
         ({"extra_body": {"guided_regex": "(unclosed"}}, "guided_regex"),
     ],

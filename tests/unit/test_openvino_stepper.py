@@ -179,7 +179,7 @@ def test_a_guided_request_starts_when_its_guide_is_compiled(engine: Engine) -> N
     assert len(engine.pipeline.handles) == 1
     engine.step_until_compiled()
     assert engine.compiler.began == [A]
-    assert engine.pipeline.handles[1].config.structured_output_config.regex == "a"
+    assert engine.pipeline.handles[1].config.structured_output_config.grammar == "root ::= [a]\n"
     engine.add("again", **guided(A))  # now known
     engine.stepper.step()
     assert engine.compiler.began == [A]

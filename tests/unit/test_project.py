@@ -86,6 +86,8 @@ def test_the_wheel_holds_orchestrator_alone(tmp_path: Path) -> None:
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("contracts",),
     ("errors",),
+    ("grammars",),
+    ("regexes",),
     ("schemas",),
     ("config", "wire", "call"),
     ("streaming", "infer_streams", "readiness", "routing"),

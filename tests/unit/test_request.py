@@ -358,7 +358,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"response_format": {"type": "json_object"}}, Guide("json", None, "response_format")),
         (
             {"response_format": schema_format(SCHEMA)},
-            Guide("json_schema", json.dumps(SCHEMA), "response_format"),
+            Guide("json_schema", json.dumps(SCHEMA), "response_format.json_schema.schema"),
         ),
         ({"guided_regex": "[0-9]+"}, Guide("regex", "[0-9]+", "guided_regex")),
         ({"response_format": {"type": "text"}, "guided_regex": "a"}, Guide("regex", "a", "guided_regex")),
@@ -377,6 +377,8 @@ def test_what_the_text_must_match(fields: dict[str, Any], guide: Guide | None) -
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"parallel_tool_calls": True}, "parallel_tool_calls"),
         ({"response_format": schema_format({"not": {}})}, "response_format.json_schema.schema"),
+        ({"guided_regex": "a^b"}, "guided_regex"),
+        ({"tools": [tool()], "response_format": schema_format({})}, "response_format"),
         ({"ignore_eos": True, "guided_regex": "a"}, "ignore_eos"),
         ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens"),
         ({"min_tokens": 2, "tools": [tool()], "tool_choice": "required"}, "min_tokens"),
