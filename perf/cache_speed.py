@@ -103,9 +103,19 @@ def _fill(stack: Stack, questions: Sequence[str]) -> int:
         for question in questions[part::_FILLERS]:
             client.ask(question)
 
+    def wait_for_embedder() -> None:
+        """Answers are stored after they were sent, and embedded for it: this text stands in the queue behind theirs."""
+        host = urlsplit(stack.gateway_url).netloc
+        connection = http.client.HTTPConnection(host, timeout=60)
+        body = json.dumps({"model": "embedding", "input": "Is everything stored?"})
+        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+        connection.getresponse().read()
+        connection.close()
+
     with ThreadPoolExecutor(_FILLERS) as pool:
         for done in [pool.submit(fill, part) for part in range(_FILLERS)]:
             done.result()
+    wait_for_embedder()
     return len(questions)
 
 

@@ -49,12 +49,12 @@ class Counts(Protocol):
 
 @dataclass
 class Query:
-    """One request as the cache sees it. `vector` is its question's once it was embedded, for whoever else needs it."""
+    """One request as the cache sees it. `vector` is its question's, once begun, for whoever else needs it."""
 
     identity: Identity
     control: CacheControl
     may_be_near: bool
-    vector: Vector | None = None
+    vector: asyncio.Task[Vector | None] | None = None
 
 
 class Hit(NamedTuple):
@@ -103,14 +103,16 @@ class AnswerCache:
         """Embeds the question."""
         if query.control.no_cache or not query.may_be_near:
             return None
+        query.vector = asyncio.create_task(self._embed(query.identity.question or ""))
         try:
-            query.vector = await asyncio.wait_for(self._embed(query.identity.question or ""), EMBED_TIMEOUT_S)
+            # Shielded: who waits no longer leaves it to `keep`, or it would be embedded twice when there is most to do.
+            vector = await asyncio.wait_for(asyncio.shield(query.vector), EMBED_TIMEOUT_S)
         except asyncio.TimeoutError:
             return None
-        if query.vector is None:
+        if vector is None:
             return None
         try:
-            outcome = await self._lookup.find_near(query.identity, query.vector)
+            outcome = await self._lookup.find_near(query.identity, vector)
             if outcome.guard not in (None, "threshold"):
                 self.counts.count_rejection(str(outcome.guard))
             return self._read_outcome(query, outcome)
@@ -120,10 +122,11 @@ class AnswerCache:
 
     async def keep(self, query: Query, answer: StoredAnswer) -> None:
         """Store what the caller of this knows to be whole."""
-        if query.may_be_near and query.vector is None:
-            query.vector = await self._embed(query.identity.question or "")
+        vector = None
+        if query.may_be_near:
+            vector = await (query.vector or self._embed(query.identity.question or ""))
         now_s = self._lookup.clock()
-        entry = Entry(query.identity, answer.to_json(), answer.model, query.vector, now_s, now_s + self._policy.ttl_s)
+        entry = Entry(query.identity, answer.to_json(), answer.model, vector, now_s, now_s + self._policy.ttl_s)
         try:
             await self._lookup.store.put(entry)
         except Exception:
