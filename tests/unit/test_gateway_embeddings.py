@@ -51,7 +51,7 @@ def test_no_further_input_is_begun_and_nothing_logged(leaves: bool) -> None:
 
         embedder = Embedder(name="m", max_input_tokens=256, vocab_size=100, pad_id=0, cls_id=1, sep_id=2)
         scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
-        await Embeddings(triton, embedder)(scope, receive, send)  # type: ignore[arg-type]
+        await Embeddings(triton, embedder, with_keys=False)(scope, receive, send)  # type: ignore[arg-type]
         await asyncio.sleep(0.4)
         assert len(triton.asked) < 50
         return sent
