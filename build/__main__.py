@@ -1,4 +1,7 @@
-"""`python -m build --target cpu`: compile a target into `artifacts/cpu/`. `python -m build plan`: what a GPU holds."""
+"""`python -m build --target cpu`: compile a target into `artifacts/cpu/`. `python -m build plan`: what a GPU holds.
+
+`python -m build router`: train the classifier.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from build.errors import BuildError
 from build.fetch import cache_folder
 from build.model_rows import AnyModelRow
 from build.plan_report import run_plan
+from build.router import run_router
 from build.rows import TargetRow, list_targets, load_models, load_target
 from orchestrator.config import ConfigError
 
@@ -36,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, 1 for an error, 130 when interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return run_plan(argv[1:]) if argv[:1] == ["plan"] else _run(argv)
+        command = {"plan": run_plan, "router": run_router}.get(argv[0] if argv else "")
+        return command(argv[1:]) if command else _run(argv)
     except (BuildError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
@@ -51,7 +56,7 @@ def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m build",
         description="Compile a target into an artifact.",
-        epilog="python -m build plan --help: what a GPU target holds and costs.",
+        epilog="Others: python -m build plan (what a GPU target holds and costs), python -m build router (training).",
     )
     parser.add_argument("--target", default="cpu", help="what to compile for (default: cpu)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="the artifact (default: artifacts/TARGET)")

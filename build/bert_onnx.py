@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from build.errors import BuildError
-from build.model_rows import EmbedderRow
-from orchestrator.contracts import ATTENTION_MASK, EMBEDDING, EMBEDDING_INPUT_IDS
+from build.model_rows import BertArchitecture, EmbedderRow
+from orchestrator.contracts import ATTENTION_MASK, EMBEDDING, EMBEDDING_INPUT_IDS, TensorSpec
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
 
@@ -39,7 +39,11 @@ def write_bert_onnx(safetensors: Path, model: EmbedderRow, path: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise BuildError(f"{safetensors.name}: not a safetensors file that can be read: {error}") from error
     check_weights(weights, model, safetensors.name)
-    graph = make_bert_onnx(weights, model)
+    write_graph(make_bert_onnx(weights, model), path)
+
+
+def write_graph(graph: onnx.ModelProto, path: Path) -> None:
+    """Check `graph` and write it to `path`; equal graphs give equal bytes."""
     onnx.checker.check_model(graph, full_check=True)
     path.write_bytes(graph.SerializeToString(deterministic=True))
 
@@ -59,7 +63,9 @@ def check_weights(weights: Weights, model: EmbedderRow, file: str) -> None:
 
 def make_bert_onnx(weights: Weights, model: EmbedderRow) -> onnx.ModelProto:
     """The graph, all weights inside."""
-    return _Graph(weights, model).make()
+    graph = _EmbedderGraph(weights, model.architecture)
+    graph.pool(*graph.encode())
+    return graph.finish(model.name, EMBEDDING)
 
 
 def _layer(index: int) -> str:
@@ -91,129 +97,144 @@ def _shapes(model: EmbedderRow) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class _Graph:
+class BertGraph:
     """Collects nodes and constants; every method adds some and returns the name of its result.
 
     B is the batch, S the sequence, H the hidden size, N the heads, D the size of a head.
     """
 
-    def __init__(self, weights: Weights, model: EmbedderRow) -> None:
-        self._weights = weights
-        self._model = model
+    def __init__(self, weights: Weights, architecture: BertArchitecture) -> None:
+        self.weights = weights
+        self.numbers = architecture
         self._nodes: list[onnx.NodeProto] = []
         self._constants: dict[str, onnx.TensorProto] = {}
 
-    def make(self) -> onnx.ModelProto:
-        numbers = self._model.architecture
-        batch_sequence = ["batch", "sequence"]
-        mask = self._add("Cast", ATTENTION_MASK.name, to=TensorProto.FLOAT)  # [B, S]
+    def encode(self) -> tuple[str, str]:
+        """The last layer's output [B, S, H], and the mask as FP32 [B, S]."""
+        mask = self.add("Cast", ATTENTION_MASK.name, to=TensorProto.FLOAT)
         hidden = self._embed(EMBEDDING_INPUT_IDS.name)
         bias = self._mask_bias(mask)
-        for index in range(numbers.num_layers):
+        for index in range(self.numbers.num_layers):
             hidden = self._transform(_layer(index), hidden, bias)
-        self._pool(hidden, mask)
+        return hidden, mask
+
+    def finish(self, name: str, output: TensorSpec) -> onnx.ModelProto:
+        """The model `name`, whose output is the result of that name."""
+        batch_sequence = ["batch", "sequence"]
         graph = helper.make_graph(
             self._nodes,
-            self._model.name,
+            name,
             [
                 helper.make_tensor_value_info(EMBEDDING_INPUT_IDS.name, TensorProto.INT32, batch_sequence),
                 helper.make_tensor_value_info(ATTENTION_MASK.name, TensorProto.INT32, batch_sequence),
             ],
-            [helper.make_tensor_value_info(EMBEDDING.name, TensorProto.FLOAT, ["batch", numbers.hidden_size])],
+            [helper.make_tensor_value_info(output.name, TensorProto.FLOAT, ["batch", self.num_outputs])],
             list(self._constants.values()),
         )
         opset = helper.make_opsetid("", OPSET)
         return helper.make_model(graph, ir_version=IR_VERSION, opset_imports=[opset], producer_name="triton-realtime")
 
+    @property
+    def num_outputs(self) -> int:
+        """Elements of one row of the output."""
+        return self.numbers.hidden_size
+
+    def words(self, input_ids: str) -> str:
+        """[B, S] -> [B, S, H]: the words' embeddings."""
+        return self.add("Gather", self.weight("embeddings.word_embeddings.weight"), input_ids)
+
+    def sum_tokens(self, hidden: str, mask: str) -> str:
+        """[B, S, H] -> [B, H]: the sum over the tokens that are no padding."""
+        weighted = self.add("Mul", hidden, self.add("Unsqueeze", mask, self.integers(2)))
+        return self.add("ReduceSum", weighted, self.integers(1), keepdims=0)
+
     def _embed(self, input_ids: str) -> str:
         """[B, S] -> [B, S, H]: the word's, the position's and the first sentence's embedding."""
-        words = self._add("Gather", self._weight("embeddings.word_embeddings.weight"), input_ids)
-        positions = self._weights["embeddings.position_embeddings.weight"]
-        positions = positions + self._weights["embeddings.token_type_embeddings.weight"][0]
-        length = self._add("Shape", input_ids, start=1, end=2)
-        table = self._constant("positions", positions)  # [positions, H]
-        first = self._add("Slice", table, self._integers(0), length, self._integers(0))  # [S, H]
-        return self._norm("embeddings.LayerNorm", self._add("Add", words, first))
+        words = self.words(input_ids)
+        positions = self.weights["embeddings.position_embeddings.weight"]
+        positions = positions + self.weights["embeddings.token_type_embeddings.weight"][0]
+        length = self.add("Shape", input_ids, start=1, end=2)
+        table = self.constant("positions", positions)  # [positions, H]
+        first = self.add("Slice", table, self.integers(0), length, self.integers(0))  # [S, H]
+        return self._norm("embeddings.LayerNorm", self.add("Add", words, first))
 
     def _mask_bias(self, mask: str) -> str:
         """[B, S] of 1 and 0 -> [B, 1, 1, S] of 0 and `MASKED`."""
-        absent = self._add("Sub", self._number("one", 1.0), mask)
-        bias = self._add("Mul", absent, self._number("masked", MASKED))
-        return self._add("Unsqueeze", bias, self._integers(1, 2))
+        absent = self.add("Sub", self.number("one", 1.0), mask)
+        bias = self.add("Mul", absent, self.number("masked", MASKED))
+        return self.add("Unsqueeze", bias, self.integers(1, 2))
 
     def _transform(self, layer: str, hidden: str, bias: str) -> str:
         """One layer, [B, S, H] -> [B, S, H], with the norms behind the sums, as in BERT."""
         attended = self._attend(layer, hidden, bias)
-        summed = self._add("Add", self._dense(f"{layer}attention.output.dense", attended), hidden)
+        summed = self.add("Add", self.dense(f"{layer}attention.output.dense", attended), hidden)
         hidden = self._norm(f"{layer}attention.output.LayerNorm", summed)
-        inner = self._add("Gelu", self._dense(f"{layer}intermediate.dense", hidden))  # by erf, not tanh
-        summed = self._add("Add", self._dense(f"{layer}output.dense", inner), hidden)
+        inner = self.add("Gelu", self.dense(f"{layer}intermediate.dense", hidden))  # by erf, not tanh
+        summed = self.add("Add", self.dense(f"{layer}output.dense", inner), hidden)
         return self._norm(f"{layer}output.LayerNorm", summed)
 
     def _attend(self, layer: str, hidden: str, bias: str) -> str:
-        numbers = self._model.architecture
+        numbers = self.numbers
         num_heads = numbers.num_attention_heads
         head_size = numbers.hidden_size // num_heads
         parts = [f"{layer}attention.self.{part}" for part in ("query", "key", "value")]
         # The three as one product.
-        joined = self._linear(
+        joined = self.linear(
             f"{layer}attention.self",
             hidden,
-            np.concatenate([self._weights[f"{part}.weight"] for part in parts]),
-            np.concatenate([self._weights[f"{part}.bias"] for part in parts]),
+            np.concatenate([self.weights[f"{part}.weight"] for part in parts]),
+            np.concatenate([self.weights[f"{part}.bias"] for part in parts]),
         )
-        heads = self._add("Reshape", joined, self._integers(0, 0, 3 * num_heads, head_size))  # [B, S, 3N, D]
-        heads = self._add("Transpose", heads, perm=[0, 2, 1, 3])  # [B, 3N, S, D]
-        query, key, value = self._add_many("Split", heads, num_outputs=3, axis=1)  # [B, N, S, D] each
-        scale = self._number("scale", head_size**-0.5)
-        scores = self._add("MatMul", self._add("Mul", query, scale), self._add("Transpose", key, perm=[0, 1, 3, 2]))
-        shares = self._add("Softmax", self._add("Add", scores, bias), axis=-1)  # [B, N, S, S]
-        mixed = self._add("Transpose", self._add("MatMul", shares, value), perm=[0, 2, 1, 3])  # [B, S, N, D]
-        return self._add("Reshape", mixed, self._integers(0, 0, numbers.hidden_size))
+        heads = self.add("Reshape", joined, self.integers(0, 0, 3 * num_heads, head_size))  # [B, S, 3N, D]
+        heads = self.add("Transpose", heads, perm=[0, 2, 1, 3])  # [B, 3N, S, D]
+        names = [f"{layer}{part}" for part in ("query", "key", "value")]
+        query, key, value = self.add_many("Split", heads, results=names, num_outputs=3, axis=1)  # [B, N, S, D] each
+        scale = self.number("scale", head_size**-0.5)
+        scores = self.add("MatMul", self.add("Mul", query, scale), self.add("Transpose", key, perm=[0, 1, 3, 2]))
+        shares = self.add("Softmax", self.add("Add", scores, bias), axis=-1)  # [B, N, S, S]
+        mixed = self.add("Transpose", self.add("MatMul", shares, value), perm=[0, 2, 1, 3])  # [B, S, N, D]
+        return self.add("Reshape", mixed, self.integers(0, 0, numbers.hidden_size))
 
-    def _pool(self, hidden: str, mask: str) -> None:
-        """[B, S, H] -> [B, H]: the tokens' mean, made one long. The L2 norm takes a sum for a mean just as well."""
-        weighted = self._add("Mul", hidden, self._add("Unsqueeze", mask, self._integers(2)))
-        summed = self._add("ReduceSum", weighted, self._integers(1), keepdims=0)
-        length = self._add("ReduceL2", summed, self._integers(1), keepdims=1)
-        # A row that is all padding has no direction; it stays 0 instead of becoming NaN.
-        length = self._add("Max", length, self._number("tiny", 1e-12))
-        self._nodes.append(helper.make_node("Div", [summed, length], [EMBEDDING.name]))
+    def dense(self, name: str, value: str) -> str:
+        return self.linear(name, value, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
-    def _dense(self, name: str, value: str) -> str:
-        return self._linear(name, value, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"])
-
-    def _linear(self, name: str, value: str, weight: npt.NDArray[np.float32], bias: npt.NDArray[np.float32]) -> str:
+    def linear(self, name: str, value: str, weight: npt.NDArray[np.float32], bias: npt.NDArray[np.float32]) -> str:
         """`weight` is [outputs, inputs], as torch keeps it; MatMul wants [inputs, outputs]."""
-        product = self._add("MatMul", value, self._constant(f"{name}.weight", weight.T))
-        return self._add("Add", product, self._constant(f"{name}.bias", bias))
+        product = self.add("MatMul", value, self.constant(f"{name}.weight", weight.T))
+        return self.add("Add", product, self.constant(f"{name}.bias", bias))
 
     def _norm(self, name: str, value: str) -> str:
-        weight, bias = self._weight(f"{name}.weight"), self._weight(f"{name}.bias")
-        return self._add(
-            "LayerNormalization", value, weight, bias, axis=-1, epsilon=self._model.architecture.layer_norm_eps
-        )
+        weight, bias = self.weight(f"{name}.weight"), self.weight(f"{name}.bias")
+        return self.add("LayerNormalization", value, weight, bias, axis=-1, epsilon=self.numbers.layer_norm_eps)
 
-    def _weight(self, name: str) -> str:
-        return self._constant(name, self._weights[name])
+    def weight(self, name: str) -> str:
+        return self.constant(name, self.weights[name])
 
-    def _number(self, name: str, value: float) -> str:
-        return self._constant(name, np.array(value, dtype=np.float32))
+    def number(self, name: str, value: float) -> str:
+        return self.constant(name, np.array(value, dtype=np.float32))
 
-    def _integers(self, *values: int) -> str:
-        return self._constant("integers." + "_".join(map(str, values)), np.array(values, dtype=np.int64))
+    def integers(self, *values: int) -> str:
+        return self.constant("integers." + "_".join(map(str, values)), np.array(values, dtype=np.int64))
 
-    def _constant(self, name: str, value: npt.NDArray[np.float32] | npt.NDArray[np.int64]) -> str:
+    def constant(self, name: str, value: npt.NDArray[Any]) -> str:
         if name not in self._constants:
             self._constants[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
         return name
 
-    def _add(self, operator: str, *inputs: str, **attributes: Any) -> str:
-        return self._add_many(operator, *inputs, **attributes)[0]
+    def add(self, operator: str, *inputs: str, result: str | None = None, **attributes: Any) -> str:
+        """One node of one result, called `result` if it has a name."""
+        return self.add_many(operator, *inputs, results=[result or f"{len(self._nodes)}.{operator}"], **attributes)[0]
 
-    def _add_many(self, operator: str, *inputs: str, num_outputs: int = 1, **attributes: Any) -> list[str]:
-        outputs = [f"{len(self._nodes)}.{operator}.{index}" for index in range(num_outputs)]
-        if num_outputs > 1:
-            attributes["num_outputs"] = num_outputs
-        self._nodes.append(helper.make_node(operator, inputs, outputs, **attributes))
-        return outputs
+    def add_many(self, operator: str, *inputs: str, results: list[str], **attributes: Any) -> list[str]:
+        self._nodes.append(helper.make_node(operator, inputs, results, **attributes))
+        return results
+
+
+class _EmbedderGraph(BertGraph):
+    def pool(self, hidden: str, mask: str) -> None:
+        """[B, S, H] -> [B, H]: the tokens' mean, made one long. The L2 norm takes a sum for a mean just as well."""
+        summed = self.sum_tokens(hidden, mask)
+        length = self.add("ReduceL2", summed, self.integers(1), keepdims=1)
+        # A row that is all padding has no direction; it stays 0 instead of becoming NaN.
+        length = self.add("Max", length, self.number("tiny", 1e-12))
+        self.add("Div", summed, length, result=EMBEDDING.name)

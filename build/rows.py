@@ -11,12 +11,18 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from build.engine_rows import DraftTarget, EmbedderParameters, EngineParameters, TensorRTLLMParameters
+from build.engine_rows import (
+    ComplexityParameters,
+    DraftTarget,
+    EmbedderParameters,
+    EngineParameters,
+    TensorRTLLMParameters,
+)
 from build.errors import BuildError
 from build.gpu_rows import Container, Gpu
-from build.model_rows import AnyModelRow, Count, EmbedderRow, ModelRow, Name
+from build.model_rows import AnyModelRow, ComplexityRow, Count, EmbedderRow, ModelRow, Name
 from orchestrator.config import CachePolicy, Cloud, Generation, Limits, Row, ToolFormat, read_toml
-from orchestrator.contracts import ORCHESTRATOR_MODEL
+from orchestrator.contracts import COMPLEXITY_MODEL, ORCHESTRATOR_MODEL
 
 HERE = Path(__file__).parent
 
@@ -42,7 +48,9 @@ class TritonModel(Row):
     instance_kind: Literal["KIND_CPU"]
     instance_count: Count
     model: Name | None = None
-    parameters: Annotated[EngineParameters | EmbedderParameters, Field(discriminator="engine")] | None = None
+    parameters: (
+        Annotated[EngineParameters | EmbedderParameters | ComplexityParameters, Field(discriminator="engine")] | None
+    ) = None
 
     @model_validator(mode="after")
     def _engine_is_whole(self) -> TritonModel:
@@ -121,6 +129,11 @@ class TargetRow(Row):
                 f"models: the embedding models must be of one model row, and there must be some "
                 f"(got {', '.join(f'{name}: {row!r}' for name, (row, _) in self.embedders.items()) or 'none'})"
             )
+        if not set(self.classifiers) <= {COMPLEXITY_MODEL}:
+            raise ValueError(
+                f"models: engine 'complexity' is for the model {COMPLEXITY_MODEL!r} alone "
+                f"(got {', '.join(self.classifiers)})"
+            )
         has_engines = bool(self.trtllm_engines)
         if (self.gpu is not None, self.container is not None) != (has_engines, has_engines):
             raise ValueError("gpu, container: both with engines 'tensorrt_llm', neither without")
@@ -164,12 +177,21 @@ class TargetRow(Row):
         }
 
     @property
+    def classifiers(self) -> dict[str, tuple[str, ComplexityParameters]]:
+        """The same for the model that judges conversations, if the target has it."""
+        return {
+            name: (model.model, model.parameters)
+            for name, model in self.models.items()
+            if model.model is not None and isinstance(model.parameters, ComplexityParameters)
+        }
+
+    @property
     def embedder(self) -> str:
         """The name of the sentence embedder's row."""
         return next(row for row, _ in self.embedders.values())
 
 
-RowT = TypeVar("RowT", TargetRow, ModelRow, EmbedderRow)
+RowT = TypeVar("RowT", TargetRow, ModelRow, EmbedderRow, ComplexityRow)
 
 
 # --- reading -----------------------------------------------------------------------------------------------
@@ -197,6 +219,8 @@ def load_models(target: TargetRow, folder: Path = HERE / "models") -> dict[str, 
     }
     for name in sorted({model for model, _ in target.engines.values()} | drafts):
         rows[name] = _load_model(target, name, ModelRow, folder)
+    for name, _ in target.classifiers.values():
+        rows[name] = _load_model(target, name, ComplexityRow, folder)
     return rows | {target.embedder: _load_model(target, target.embedder, EmbedderRow, folder)}
 
 

@@ -267,6 +267,13 @@ NUM_TOKENS = TensorSpec("num_tokens", "TYPE_INT32", optional=False)  # of the te
 EMBEDDING_DIMENSIONS = 384
 EMBEDDING = TensorSpec("embedding", "TYPE_FP32", (EMBEDDING_DIMENSIONS,), optional=False)  # of length 1
 
+# --- complexity --------------------------------------------------------------------------------------------
+
+# Token ids of a conversation (`orchestrator.routing.conversation`) and their mask, as the embedder's tensors; how
+# probable each of `orchestrator.routing.complexity.TIERS` is.
+COMPLEXITY_MODEL = "complexity"
+PROBABILITIES = TensorSpec("probabilities", "TYPE_FP32", (4,), optional=False)
+
 
 # --- the gRPC front ----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from perf.errors import PerfError
 from perf.litellm import litellm
 from perf.overhead import overhead
 from perf.report import publish
+from perf.router_quality import router_quality
 from perf.stack import find_artifact
 from perf.stagger import stagger
 from perf.streams import streams
@@ -42,6 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             embedder = ArtifactEmbedder(find_artifact(options.artifacts, "cpu"))
             table, result = cache_quality(options.pairs, embedder, options.errors)
+        elif options.command == "router-quality":
+            from perf.router import ArtifactRouter
+
+            router = ArtifactRouter(find_artifact(options.artifacts, "cpu"))
+            table, result = router_quality(options.data, router, options.errors)
         elif options.command == "cache-speed":
             table, result = cache_speed(options.entries, options.clients, options.requests)
         elif options.command == "cache-lookup":
@@ -100,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     command = add("cache-quality", "wrong and right hits of the semantic cache over pairs of questions")
     command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs_unseen.jsonl"), metavar="FILE")
     command.add_argument("--errors", type=Path, metavar="FILE", help="write the pairs that went wrong to FILE")
+    command = add("router-quality", "how often the classifier finds the right tier")
+    command.add_argument("--data", type=Path, default=Path("tests/data/router_unseen.jsonl"), metavar="FILE")
+    command.add_argument("--errors", type=Path, metavar="FILE", help="write the conversations judged wrongly to FILE")
     command = add("cache-speed", "how long a hit takes over HTTP, and what a miss costs")
     command.add_argument("--entries", type=_counts, default=[10, 1000], help="stored answers, such as 10,1000")
     command.add_argument("--clients", type=_counts, default=[1, 16], help="such as 1,16")

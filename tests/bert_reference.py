@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,12 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 
 def embed(weights: Mapping[str, npt.NDArray[np.float32]], ids: Sequence[int], *, num_heads: int, eps: float) -> Array:
     """The embedding [hidden] of the token ids of one sentence."""
+    mean = encode(weights, ids, num_heads=num_heads, eps=eps).mean(axis=0)
+    return mean / np.linalg.norm(mean)
+
+
+def encode(weights: Mapping[str, npt.NDArray[Any]], ids: Sequence[int], *, num_heads: int, eps: float) -> Array:
+    """The last layer's output [tokens, hidden]."""
 
     def weight(name: str) -> Array:
         return weights[name].astype(np.float64)
@@ -51,5 +58,4 @@ def embed(weights: Mapping[str, npt.NDArray[np.float32]], ids: Sequence[int], *,
         inner = dense(f"{layer}.intermediate.dense", x)
         inner = inner * 0.5 * (1 + _erf(inner / math.sqrt(2)).astype(np.float64))
         x = norm(f"{layer}.output.LayerNorm", x + dense(f"{layer}.output.dense", inner))
-    mean = x.mean(axis=0)
-    return mean / np.linalg.norm(mean)
+    return x

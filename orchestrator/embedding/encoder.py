@@ -1,4 +1,4 @@
-"""The embedder's ONNX graph in ONNX Runtime, on CPU."""
+"""An encoder's ONNX graph in ONNX Runtime, on CPU: the embedder's, or the classifier's."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from orchestrator.contracts import ATTENTION_MASK, EMBEDDING, EMBEDDING_INPUT_IDS
+from orchestrator.contracts import ATTENTION_MASK, EMBEDDING, EMBEDDING_INPUT_IDS, TensorSpec
 
 _ERRORS_ONLY = 3  # ONNX Runtime warns of machines whose devices it cannot list
 
 
 class Encoder:
-    """`num_threads` compute one batch."""
+    """`num_threads` compute one batch; `output` is the tensor that the graph gives."""
 
-    def __init__(self, model: Path, *, num_threads: int) -> None:
+    def __init__(self, model: Path, *, num_threads: int, output: TensorSpec = EMBEDDING) -> None:
+        self._output = output
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.log_severity_level = _ERRORS_ONLY
@@ -27,8 +28,8 @@ class Encoder:
     def encode(
         self, input_ids: npt.NDArray[np.int32], attention_mask: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.float32]:
-        """[batch, length] twice -> embeddings [batch, dimensions], each of length 1."""
+        """[batch, length] twice -> the output, FP32 [batch, *dims]: embeddings of length 1, or probabilities."""
         feeds = {EMBEDDING_INPUT_IDS.name: input_ids, ATTENTION_MASK.name: attention_mask}
-        (embeddings,) = self._session.run([EMBEDDING.name], feeds)
-        found: npt.NDArray[np.float32] = embeddings
+        (rows,) = self._session.run([self._output.name], feeds)
+        found: npt.NDArray[np.float32] = rows
         return found

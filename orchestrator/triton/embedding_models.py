@@ -1,6 +1,6 @@
-"""The Triton models `embedding_tokenizer` and `embedding_encoder` on the python backend.
+"""The Triton models `embedding_tokenizer`, `embedding_encoder` and `complexity` on the python backend.
 
-Both get what Triton has batched as one list of requests, and answer each by itself.
+All get what Triton has batched as one list of requests, and answer each by itself.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ class EmbeddingTokenizerModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor(spec.name, array) for spec, array in zip(specs, encoded)])
 
 
-class EmbeddingEncoderModel:
-    """What `embedding_encoder`'s model.py delegates to.
+class EncoderModel:
+    """What the model.py of `embedding_encoder` and of `complexity` delegate to; they differ in their `output`.
 
     Triton batches requests of any lengths (`allow_ragged_batch`). Those of equal length are one batch of the graph; the
     shortest go first, and have their answers before the longer ones begin.
     """
 
-    def __init__(self, args: dict[str, str]) -> None:
+    def __init__(self, args: dict[str, str], output: contracts.TensorSpec) -> None:
         parameters, folder = _read(args)
+        self._output = output
         self._max_input_tokens = int(parameters["max_input_tokens"])
-        self._encoder = Encoder(folder / "model.onnx", num_threads=int(parameters["num_threads"]))
+        self._encoder = Encoder(folder / "model.onnx", num_threads=int(parameters["num_threads"]), output=output)
 
     def execute(self, requests: list[Any]) -> None:
         by_length: dict[int, list[_Job]] = {}
@@ -78,10 +79,10 @@ class EmbeddingEncoderModel:
                 job.sender.send(pb_utils.InferenceResponse(error=to_triton_error(error)), final=True)
             return
         input_ids = np.concatenate([job.input_ids for job in jobs])
-        embeddings = self._encoder.encode(input_ids, np.concatenate([job.attention_mask for job in jobs]))
-        parts = np.split(embeddings, np.cumsum([len(job.input_ids) for job in jobs])[:-1])
+        rows = self._encoder.encode(input_ids, np.concatenate([job.attention_mask for job in jobs]))
+        parts = np.split(rows, np.cumsum([len(job.input_ids) for job in jobs])[:-1])
         for job, part in zip(jobs, parts):
-            tensor = pb_utils.Tensor(contracts.EMBEDDING.name, part)
+            tensor = pb_utils.Tensor(self._output.name, part)
             job.sender.send(pb_utils.InferenceResponse([tensor]), final=True)
 
 

@@ -21,7 +21,7 @@ from build.rows import list_targets, load_models, load_target
 
 TARGET = load_target("scripted")
 MODELS = load_models(TARGET)
-EMBEDDER_ENGINES = ("wordpiece", "onnxruntime")
+ENCODER_ENGINES = ("wordpiece", "onnxruntime", "complexity")
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def convert(job: Job) -> None:
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
     """`build` of the scripted target into `tmp_path` with a cheap recipe; returns why it built."""
     monkeypatch.setitem(RECIPES, "scripted", Recipe((Step("convert", convert),), ()))
-    for engine in EMBEDDER_ENGINES:
+    for engine in ENCODER_ENGINES:
         monkeypatch.setitem(RECIPES, engine, Recipe((), ()))
 
     def run(name: str = "out", *, force: bool = False) -> str | None:
@@ -54,12 +54,12 @@ import os, signal, sys, time
 from pathlib import Path
 from build.recipes import RECIPES, Recipe, Step
 sys.path.insert(0, {tests!r})
-from test_build_compiler import EMBEDDER_ENGINES, MODELS, TARGET, build, convert, quiet
+from test_build_compiler import ENCODER_ENGINES, MODELS, TARGET, build, convert, quiet
 def step(job):
     convert(job)
     {body}
 RECIPES["scripted"] = Recipe((Step("convert", step),), ())
-for engine in EMBEDDER_ENGINES:
+for engine in ENCODER_ENGINES:
     RECIPES[engine] = Recipe((), ())
 out = Path({out!r})
 print(build(TARGET, MODELS, out, cache=out.parent, progress=quiet, force={force}))

@@ -90,6 +90,17 @@ def test_tensors_are_those_of_the_contract(
     assert config.WhichOneof("scheduling_choice") == (scheduling or batched)
 
 
+@pytest.mark.parametrize("target", ["cpu", "scripted"])
+def test_the_classifier_is_rendered_like_the_encoder(target: str) -> None:
+    config = render(target, "complexity")
+    assert tuple(spec(tensor) for tensor in config.input) == TOKENS
+    assert tuple(spec(tensor) for tensor in config.output) == (contracts.PROBABILITIES,)
+    assert all(tensor.allow_ragged_batch for tensor in config.input)
+    assert config.dynamic_batching.max_queue_delay_microseconds == 0
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
+    assert parameters == {"engine": "complexity", "num_threads": "1", "max_input_tokens": "256"}
+
+
 def test_settings_are_merged() -> None:
     config = render("cpu", "llm_small")
     assert (config.backend, config.max_batch_size) == ("python", 64)

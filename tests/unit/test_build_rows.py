@@ -20,7 +20,7 @@ def test_every_target_loads_with_its_models_and_recipes() -> None:
     for name in list_targets():
         target = load_target(name)
         assert target.engines
-        parts = target.engines | target.embedders
+        parts = target.engines | target.embedders | target.classifiers
         assert set(load_models(target)) == {model for model, _ in parts.values()}
         assert {parameters.engine for _, parameters in parts.values()} <= set(RECIPES)
         check_pairs(target, load_models(target))
@@ -57,6 +57,11 @@ def test_tiers_of_cpu_go_from_cheap_to_dear() -> None:
             r"models\.orchestrator\.instance_count is 2; only 1 is allowed",
         ),
         ("[models.orchestrator]", "[models.front]", r"models\.orchestrator is missing"),
+        (
+            'engine = "onnxruntime"',
+            'engine = "complexity"',
+            r"engine 'complexity' is for the model 'complexity' alone \(got embedding_encoder, complexity\)",
+        ),
         (
             'model = "llm_small"',
             'model = "llm_large"',

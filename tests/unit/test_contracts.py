@@ -21,6 +21,7 @@ from orchestrator.contracts import (
     EVENT,
     HEADERS,
     NUM_TOKENS,
+    PROBABILITIES,
     REQUEST,
     TEXT,
     TensorSpec,
@@ -100,11 +101,10 @@ def test_the_orchestrator_config_is_the_contract() -> None:
         ("embedding", [TEXT], [EMBEDDING, NUM_TOKENS]),
         ("embedding_tokenizer", [TEXT], [EMBEDDING_INPUT_IDS, ATTENTION_MASK, NUM_TOKENS]),
         ("embedding_encoder", [EMBEDDING_INPUT_IDS, ATTENTION_MASK], [EMBEDDING]),
+        ("complexity", [EMBEDDING_INPUT_IDS, ATTENTION_MASK], [PROBABILITIES]),
     ],
 )
-def test_the_embedding_configs_are_the_contract(
-    model: str, inputs: list[TensorSpec], outputs: list[TensorSpec]
-) -> None:
+def test_the_encoders_configs_are_the_contract(model: str, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
     config = read_config(model)
     assert as_declared(config.input) == as_specified(inputs)
     assert as_declared(config.output) == as_specified(outputs=outputs)

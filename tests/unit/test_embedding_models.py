@@ -13,7 +13,8 @@ from fake_pb_utils import InferenceResponse, Request, Tensor, TritonError
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from orchestrator.triton.embedding_models import EmbeddingEncoderModel, EmbeddingTokenizerModel
+from orchestrator.contracts import EMBEDDING
+from orchestrator.triton.embedding_models import EmbeddingTokenizerModel, EncoderModel
 
 
 def arguments(artifact: Path, name: str) -> dict[str, str]:
@@ -33,8 +34,8 @@ def tokenizer_model(artifact: Callable[[str], Path]) -> EmbeddingTokenizerModel:
 
 
 @pytest.fixture(scope="module")
-def encoder_model(artifact: Callable[[str], Path]) -> EmbeddingEncoderModel:
-    return EmbeddingEncoderModel(arguments(artifact("scripted"), "embedding_encoder"))
+def encoder_model(artifact: Callable[[str], Path]) -> EncoderModel:
+    return EncoderModel(arguments(artifact("scripted"), "embedding_encoder"), EMBEDDING)
 
 
 def ask(*texts: bytes) -> Request:
@@ -93,7 +94,7 @@ def only_response(request: Request) -> InferenceResponse:
     return response
 
 
-def test_a_batch_gives_what_each_would_get(encoder_model: EmbeddingEncoderModel) -> None:
+def test_a_batch_gives_what_each_would_get(encoder_model: EncoderModel) -> None:
     shapes = ((16, 1), (64, 1), (16, 3), (32, 2), (16, 2))
     together = [tokens(*shape) for shape in shapes]
     encoder_model.execute(together)
@@ -105,9 +106,7 @@ def test_a_batch_gives_what_each_would_get(encoder_model: EmbeddingEncoderModel)
         np.testing.assert_allclose(found, outputs(only_response(alone))["embedding"], atol=1e-6)
 
 
-def test_the_shortest_have_their_answers_first(
-    encoder_model: EmbeddingEncoderModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shortest_have_their_answers_first(encoder_model: EncoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [tokens(64), tokens(16), tokens(32), tokens(16)]
     runs: list[tuple[int, list[int]]] = []
 
@@ -120,7 +119,7 @@ def test_the_shortest_have_their_answers_first(
     assert runs == [(2, [0, 0, 0, 0]), (1, [0, 1, 0, 1]), (1, [0, 1, 1, 1])]
 
 
-def test_beyond_the_window_is_refused(encoder_model: EmbeddingEncoderModel) -> None:
+def test_beyond_the_window_is_refused(encoder_model: EncoderModel) -> None:
     too_long, fits = tokens(257), tokens(16)
     encoder_model.execute([too_long, fits])
     assert refusal(only_response(too_long))["param"] == "input_ids"

@@ -1,0 +1,1 @@
+"""Which tier a conversation needs: pure, no I/O but the reading of a tokenizer."""
