@@ -1,4 +1,4 @@
-"""The way of one request, top to bottom: admit, identify, reserve, cache, route, generate, settle."""
+"""The way of one request, top to bottom: admit, identify, route, reserve, cache, generate, settle."""
 
 from __future__ import annotations
 
@@ -141,12 +141,16 @@ class Pipeline:
                 f"x-request-id: must be {REQUEST_ID_RULE} (got {shorten(name)})", param="x-request-id"
             )
 
+    def _tiers_of(self, name: str) -> list[Tier]:
+        """Those that a request's `model` may mean, from cheap to dear."""
+        return [tier for tier in self._tiers if name in (AUTO, tier.name, tier.model)]
+
     def _route(self, request: Request, key: Key) -> Tier:
         """The tier that `model` names, or whose model it names; "auto" is the cheapest until routing exists.
 
         Of those that the key allows; raises `NotAllowedError` when it allows none of them.
         """
-        named = [tier for tier in self._tiers if request.model in (AUTO, tier.name, tier.model)]
+        named = self._tiers_of(request.model)
         for tier in named:
             if may_use(key, tier.name):
                 return tier
@@ -183,7 +187,7 @@ class Pipeline:
         query = None
         if self._cache is not None:
             # Where several tiers may answer, which of them do is the key's right: only its equals share its answers.
-            tiers = [tier for tier in self._tiers if request.model in (AUTO, tier.name, tier.model)]
+            tiers = self._tiers_of(request.model)
             versions = [self._versions[tier.name] for tier in tiers if may_use(key, tier.name)]
             query = self._cache.read(request, Origin(key.tenant, request.model, template="-".join(versions)), control)
         if query is None and control.only_if_cached:
