@@ -316,7 +316,11 @@ def test_metrics(stack: Stack, http: httpx.Client) -> None:
         return float(found[1]) if found else 0.0
 
     names = {each: f'rt_cache_answers_total{{cache="{each}"}}' for each in ("exact", "semantic", "miss", "bypass")}
+    # Sizes are told after counts: once these entries are on the page, so is every answer before them.
     wait_for(lambda: read("rt_cache_stored_entries") == 0)
+    for country in ("Peru", "Chile", "Ghana"):
+        chat(http, ask(f"What is the capital of {country}?"))
+    wait_for(lambda: read("rt_cache_stored_entries") == 3)
     before = {each: read(name) for each, name in names.items()}
     rejected = sum_of(stack, "rt_cache_guard_rejections_total")
     for text in ("How do I turn on the radio?", "How do I turn on the radio?", "how do i turn on the radio"):
@@ -327,8 +331,8 @@ def test_metrics(stack: Stack, http: httpx.Client) -> None:
     after = {each: read(name) - before[each] for each, name in names.items()}
     assert after == {"exact": 1, "semantic": 1, "miss": 2, "bypass": 1}
     assert sum_of(stack, "rt_cache_guard_rejections_total") == rejected + 1
-    wait_for(lambda: read("rt_cache_stored_entries") == 2)
-    assert read("rt_cache_stored_bytes") > 2000
+    wait_for(lambda: read("rt_cache_stored_entries") == 5)
+    assert read("rt_cache_stored_bytes") > 5000
     assert 'rt_cache_store_errors_total{kind="failed"} 0' in stack.get("/metrics").text
 
 
