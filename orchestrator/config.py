@@ -167,7 +167,7 @@ class Routing(Row):
 
     threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
     classifier_timeout_s: Annotated[float, Field(gt=0, le=10)] = 0.25
-    failures_to_open: Annotated[int, Field(gt=0, le=1000)] = 5
+    failures_to_open: Annotated[int, Field(gt=0, le=1000)] = 10
     open_s: Seconds = 5.0
 
 

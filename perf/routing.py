@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from build.compiler import build
 from build.fetch import cache_folder
 from build.rows import TargetRow, load_models, load_target
+from orchestrator.config import Routing
 from perf.errors import PerfError
 from perf.prompts import fresh_question, script
 from perf.report import format_table, say
@@ -52,7 +53,7 @@ def two_engines(timeout_s: float = _TIMEOUT_S) -> TargetRow:
         update={
             "models": {**target.models, "llm_large": target.models["llm_small"]},
             "tiers": tiers,
-            "routing": target.routing.model_copy(update={"open_s": timeout_s}),
+            "routing": Routing(open_s=timeout_s),
             "cache": load_target("cpu").cache,
         }
     )

@@ -17,6 +17,8 @@ EASY = "What is the capital of Portugal?"
 HARD = "Prove that every finite integral domain is a field, and then classify all fields of order 16 up to isomorphism."
 TIMEOUT_S = 1.0  # the target's
 
+pytestmark = pytest.mark.timeout(300)  # the target is built first
+
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:

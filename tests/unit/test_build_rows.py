@@ -120,13 +120,13 @@ def test_a_cloud_tier(tmp_path: Path) -> None:
 
 def test_timeouts_and_routing_reach_the_tiers(tmp_path: Path) -> None:
     text = (HERE / "targets" / "scripted.toml").read_text(encoding="utf-8")
-    tier, routing = "token_timeout_s = 9\ngeneration", "[routing]\nthreshold = 0.7\n\n[[tiers]]"
-    text = text.replace("generation", tier, 1).replace("[[tiers]]", routing, 1)
+    text = text.replace("generation", "token_timeout_s = 9\ngeneration", 1)
+    text = text.replace("failures_to_open = 1000", "threshold = 0.7", 1)
     (tmp_path / "scripted.toml").write_text(text, encoding="utf-8")
     target = load_target("scripted", tmp_path)
     tiers = make_tiers(target, load_models(target))
     assert [tier.token_timeout_s for tier in tiers.tier] == [9.0, None, None, None]
-    assert (tiers.routing.threshold, tiers.routing.failures_to_open) == (0.7, 5)
+    assert (tiers.routing.threshold, tiers.routing.failures_to_open) == (0.7, 10)
 
 
 def test_no_target_of_ours_has_one() -> None:
