@@ -168,12 +168,25 @@ class Dispatch:
             log.exception("the classifier failed; the router goes without")
             return None
 
+    async def _await_judgement(
+        self, job: Job, sized: Sequence[Sized], judging: asyncio.Task[Complexity | None]
+    ) -> Complexity | None:
+        """None also where it takes more than half of the time that the soonest tier can spare."""
+        spare_s = None
+        if job.left_s is not None:
+            spare_s = job.left_s - min(
+                self._backends[each.tier.backend].expect_s(job.priority, each.num_answer_tokens) for each in sized
+            )
+        if not judging.done() and (spare_s is None or spare_s > 0):
+            await asyncio.wait({judging}, timeout=None if spare_s is None else spare_s / 2)
+        return judging.result() if judging.done() else None
+
     # --- the answer ---
 
     async def answer(self, job: Job, flight: Flight, judging: asyncio.Task[Complexity | None] | None) -> Answer:
         """The whole answer into `flight`, its last event too. Raises what the last attempt failed with."""
-        complexity = None if judging is None else await judging
         sized = await self.size(job)
+        complexity = None if judging is None else await self._await_judgement(job, sized, judging)
         decision = self._decide(job, sized, complexity)
         if not decision.order:
             soonest = min(sized, key=lambda each: self._backends[each.tier.backend].breaker.wait_s).tier

@@ -631,6 +631,21 @@ def test_a_tier_known_to_be_slow_is_passed_over_by_who_is_in_a_hurry(world: Worl
     asyncio.run(work())
 
 
+def test_who_has_no_time_to_be_judged_is_not(world: World) -> None:
+    world.classifier.delay_s = 0.2
+
+    async def work() -> None:
+        for name in ("small", "large"):
+            world.dispatch._backends[name].pace.observe(0.1, 0.12, 5)
+        found = rt(await world.ask("easy", **{"x-deadline-ms": "250"}))
+        assert "did not judge it in time" in found["reason"]
+        started_s = time.monotonic()
+        late = error_of(await world.ask("easy", **{"x-deadline-ms": "80"}))
+        assert isinstance(late, OverloadedError) and time.monotonic() - started_s < 0.08  # at once, not when it is late
+
+    asyncio.run(work())
+
+
 # --- money ---------------------------------------------------------------------------------------------------
 
 
