@@ -112,7 +112,7 @@ def make_tiers(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Tiers:
         _engine_tier(row, models[target.engines[row.model][0]], target) if row.cloud is None else _cloud_tier(row)
         for row in target.tiers
     ]
-    return Tiers(tier=tiers, limits=target.limits, cache=target.cache)
+    return Tiers(tier=tiers, limits=target.limits, routing=target.routing, cache=target.cache)
 
 
 def make_embedder(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Embedder:
@@ -149,6 +149,8 @@ def _engine_tier(row: TierRow, model: AnyModelRow, target: TargetRow) -> Tier:
         input_price_per_million_tokens=row.input_price_per_million_tokens,
         output_price_per_million_tokens=row.output_price_per_million_tokens,
         generation=row.generation,
+        first_token_timeout_s=row.first_token_timeout_s,
+        token_timeout_s=row.token_timeout_s,
     )
 
 

@@ -21,7 +21,17 @@ from build.engine_rows import (
 from build.errors import BuildError
 from build.gpu_rows import Container, Gpu
 from build.model_rows import AnyModelRow, ComplexityRow, Count, EmbedderRow, ModelRow, Name
-from orchestrator.config import CachePolicy, Cloud, Generation, Limits, Row, ToolFormat, read_toml
+from orchestrator.config import (
+    CachePolicy,
+    Cloud,
+    Generation,
+    Limits,
+    Routing,
+    Row,
+    Seconds,
+    ToolFormat,
+    read_toml,
+)
 from orchestrator.contracts import COMPLEXITY_MODEL, ORCHESTRATOR_MODEL
 
 HERE = Path(__file__).parent
@@ -69,7 +79,8 @@ class TritonModel(Row):
 class TierRow(Row):
     """A tier as a target offers it; prices are US dollars for a million tokens.
 
-    `tool_parser` stands for the model's own where an engine plays several models, as the scripted one does. With
+    `tool_parser` stands for the model's own where an engine plays several models, as the scripted one does. Timeouts
+    that are left out are `orchestrator.config.Tier`'s. With
     `cloud` the model is an API's: `model` is the name callers use, and `context_window` is what no model row says.
     """
 
@@ -78,6 +89,8 @@ class TierRow(Row):
     input_price_per_million_tokens: Price
     output_price_per_million_tokens: Price
     tool_parser: ToolFormat | None = None
+    first_token_timeout_s: Seconds | None = None
+    token_timeout_s: Seconds | None = None
     generation: Generation
     context_window: Count | None = None
     cloud: Cloud | None = None
@@ -88,6 +101,9 @@ class TierRow(Row):
             raise ValueError("context_window: required for a cloud tier, and for no other; an engine has its model's")
         if self.cloud is not None and self.tool_parser is not None:
             raise ValueError("tool_parser: an API takes tools by itself; a cloud tier leaves it out")
+        for field in ("first_token_timeout_s", "token_timeout_s"):
+            if self.cloud is not None and getattr(self, field) is not None:
+                raise ValueError(f"{field}: of a cloud tier it stands in the table `cloud`")
         return self
 
 
@@ -104,6 +120,7 @@ class TargetRow(Row):
     models: dict[TritonName, TritonModel]
     tiers: Annotated[list[TierRow], Field(min_length=1)]
     limits: Limits = Limits()
+    routing: Routing = Routing()
     cache: CachePolicy | None = None
     gpu: Gpu | None = None
     container: Container | None = None

@@ -36,7 +36,9 @@ class Answer:
     """What was made so far; all its callers share it.
 
     `num_request_bytes` is the size of the body that asked for it. `is_estimated` says that the counts of tokens are: a
-    cloud tier's API tells them at the end of an answer alone. `cache` is None unless it is a stored answer.
+    cloud tier's API tells them at the end of an answer alone. `cache` is None unless it is a stored answer. `reason`
+    says in words why this tier; `num_attempts` counts those for this answer, this one included, and `has_failed` says
+    that another one takes its place.
     """
 
     request: Request
@@ -49,6 +51,9 @@ class Answer:
     num_completion_tokens: int | None = None  # as an API counts them; else they are the choices' own
     cache: CacheFacts | None = None
     input_ids: list[int] | None = None  # the prompt's, if it was tokenised before
+    reason: str = ""
+    num_attempts: int = 1
+    has_failed: bool = False
 
     @property
     def usage(self) -> Usage:
@@ -139,7 +144,7 @@ class CallerOutput:
 
         Times in ms from the call's arrival; cost in US dollars, which is 0 for what was not generated for this caller.
         `usage_estimated` is there, and true, only when the counts of tokens are estimates. Of hits there are similarity
-        and age.
+        and age; of what was generated the reason for the tier, and the number of attempts where it took several.
         """
         answer = self._answer
         if answer is None:
@@ -154,6 +159,10 @@ class CallerOutput:
             + usage.completion_tokens * tier.output_price_per_million_tokens
         ) / 1e6
         rt: dict[str, Any] = {"tier": tier.name, "model": tier.model, "cache": cache.kind}
+        if answer.reason:
+            rt["reason"] = answer.reason
+        if answer.num_attempts > 1:
+            rt["attempts"] = answer.num_attempts
         if cache.is_hit:
             rt |= {"cache_similarity": round(cache.similarity or 0.0, 4), "cache_age_s": round(cache.age_s or 0.0, 3)}
         if cache.is_shared:

@@ -44,6 +44,10 @@ class Generation(Row):
 
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
+# An engine's, where its tier says nothing: well above what a full batch of long prompts takes on two CPU cores.
+FIRST_TOKEN_TIMEOUT_S = 60.0
+TOKEN_TIMEOUT_S = 30.0
+
 
 class Cloud(Row):
     """An OpenAI-compatible API as the engine of a tier.
@@ -88,6 +92,9 @@ class Tier(Row):
     `tokenizer` is a folder relative to tiers.toml with tokenizer.json and chat_template.jinja.
     `context_window` counts tokens of prompt and answer together. `tool_parser` is the format in which the model calls
     tools; an engine's model without one takes none. Prices are in US dollars.
+
+    An engine that has been given a request and is silent for `first_token_timeout_s`, or between two tokens for
+    `token_timeout_s`, has failed it. Left out they are the constants above; a cloud tier has its own in `cloud`.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
@@ -99,6 +106,8 @@ class Tier(Row):
     tool_parser: ToolFormat | None = None
     input_price_per_million_tokens: Annotated[float, Field(ge=0)]
     output_price_per_million_tokens: Annotated[float, Field(ge=0)]
+    first_token_timeout_s: Seconds | None = None
+    token_timeout_s: Seconds | None = None
     generation: Generation
     cloud: Cloud | None = None
 
@@ -111,7 +120,15 @@ class Tier(Row):
                 )
         if self.cloud is not None and self.tool_parser is not None:
             raise ValueError("tool_parser: an API takes tools by itself; a cloud tier leaves it out")
+        for field in ("first_token_timeout_s", "token_timeout_s"):
+            if self.cloud is not None and getattr(self, field) is not None:
+                raise ValueError(f"{field}: of a cloud tier it stands in the table `cloud`")
         return self
+
+    @property
+    def backend(self) -> str:
+        """Who answers: tiers of one engine share its fate, a cloud tier has its own."""
+        return self.model if self.cloud is None else self.name
 
 
 class Embedder(Row):
@@ -140,6 +157,20 @@ class Limits(Row):
     max_batch_waiting: Annotated[int, Field(gt=0, le=4096)] = 64
 
 
+class Routing(Row):
+    """The table `[routing]`: how "auto" chooses, and when an engine or API that fails is left alone.
+
+    A tier is likely to suffice where the classifier gives that at least the probability `threshold`. What it has not
+    said `classifier_timeout_s` after it was asked, the router does without. After `failures_to_open` failures in a row
+    nobody is sent to an engine for `open_s`, then one request at a time until one gets its first token.
+    """
+
+    threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
+    classifier_timeout_s: Annotated[float, Field(gt=0, le=10)] = 0.25
+    failures_to_open: Annotated[int, Field(gt=0, le=1000)] = 10
+    open_s: Seconds = 5.0
+
+
 class CachePolicy(Row):
     """The table `[cache]`: what is kept, and for how long. Without it nothing is stored or looked up.
 
@@ -155,10 +186,11 @@ class CachePolicy(Row):
 
 
 class Tiers(Row):
-    """tiers.toml: the tiers from cheap to dear, the limits, and the cache's policy if there is a cache."""
+    """tiers.toml: the tiers from cheap to dear, limits, routing, and the cache's policy if there is a cache."""
 
     tier: Annotated[list[Tier], Field(min_length=1)]
     limits: Limits = Limits()
+    routing: Routing = Routing()
     cache: CachePolicy | None = None
 
 
@@ -195,8 +227,9 @@ def load_tiers(path: Path) -> Tiers:
             raise ConfigError(f"{path}: tier.name: {name!r} is used {names.count(name)} times; names are unique")
     engines = {tier.model for tier in tiers.tier if tier.cloud is None}
     for tier in tiers.tier:
-        if tier.cloud is not None and tier.model in engines:
-            raise ConfigError(
-                f"{path}: tier.model: {tier.model!r} of the cloud tier {tier.name!r} is an engine model too; rename it"
-            )
+        for field, name in (("model", tier.model), ("name", tier.name)):
+            if tier.cloud is not None and name in engines:
+                raise ConfigError(
+                    f"{path}: tier.{field}: {name!r} of the cloud tier {tier.name!r} is an engine model too; rename it"
+                )
     return tiers

@@ -13,9 +13,13 @@
     ├── NotCachedError           504  the caller: there is no stored answer, and none else was wanted
     ├── DeadlineError            504  the caller: allow more time
     ├── LimitsUnavailableError   503  the operator: quotas cannot be counted
+    ├── TierUnavailableError     503  the operator: an engine or API failed too often, and is left alone for a while
     ├── CancelledError           499  nobody: the caller left
     ├── EngineError              502  the operator: the engine failed or answered nonsense
+    │   └── EngineTimeoutError        it was silent for too long
     ├── CloudError               502  the operator: the API behind a cloud tier failed or answered nonsense
+    │   ├── CloudRefusalError         it does not take what we send: address, key or model are wrong
+    │   └── CloudTimeoutError         it was silent for too long
     └── InternalError            500  us
 
 An error travels from the orchestrator to the gateway as the message of a Triton error: OpenAI's error object as
@@ -142,6 +146,11 @@ class LimitsUnavailableError(ApiError):
     code = "limits_unavailable"
 
 
+class TierUnavailableError(ApiError):
+    status = 503
+    code = "tier_unavailable"
+
+
 class CancelledError(ApiError):
     status = 499  # nginx's "client closed request"; nobody is left to read it
     type = "cancelled"
@@ -153,9 +162,21 @@ class EngineError(ApiError):
     code = "engine_error"
 
 
+class EngineTimeoutError(EngineError):
+    pass
+
+
 class CloudError(ApiError):
     status = 502
     code = "cloud_error"
+
+
+class CloudRefusalError(CloudError):
+    pass
+
+
+class CloudTimeoutError(CloudError):
+    pass
 
 
 class InternalError(ApiError):
@@ -178,6 +199,7 @@ _BY_CODE: dict[str, type[ApiError]] = {
         NotCachedError,
         DeadlineError,
         LimitsUnavailableError,
+        TierUnavailableError,
         CancelledError,
         EngineError,
         CloudError,

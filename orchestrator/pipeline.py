@@ -1,4 +1,4 @@
-"""The way of one request, top to bottom: admit, identify, route, reserve, cache, generate, settle."""
+"""The way of one request, top to bottom: admit, identify, reserve, cache, route and generate, settle."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from orchestrator.cache.policy import may_be_kept
 from orchestrator.cache.stage import AnswerCache, Hit, Query
 from orchestrator.cache.stored import StoredAnswer, join_pieces
 from orchestrator.call import Call
-from orchestrator.cloud.generation import CloudClient, CloudGeneration
+from orchestrator.cloud.generation import CloudClient
 from orchestrator.config import Tier, Tiers
+from orchestrator.dispatch import Classify, Dispatch, Job, Sized, digest_folder
 from orchestrator.errors import (
     ApiError,
     CancelledError,
@@ -32,16 +33,14 @@ from orchestrator.errors import (
     shorten,
 )
 from orchestrator.flight import Flight, Flights
-from orchestrator.generation import EngineClient, Generation, limit_answer, tokenize
+from orchestrator.generation import EngineClient
 from orchestrator.limits.deadline import ending, find_end_s
 from orchestrator.limits.gate import Gate, Permit, counts_tokens, may_use, not_allowed, price_of
 from orchestrator.limits.keys import Key
 from orchestrator.limits.ledger import Amount
-from orchestrator.limits.queue import CLASSES, Queue
 from orchestrator.request import REQUEST_ID_RULE, Request, is_request_id, parse_request
 from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.text import Piece
-from orchestrator.streaming.tokenizer import ChatTokenizer
 
 log = logging.getLogger("orchestrator.requests")
 
@@ -62,28 +61,14 @@ class Pipeline:
         *,
         cache: AnswerCache | None = None,
         gate: Gate | None = None,
+        classify: Classify | None = None,
     ) -> None:
-        """`cloud` is needed by cloud tiers alone; without `gate` there are no keys."""
+        """`cloud` is needed by cloud tiers alone. Without `gate` nobody has a key, without `classify` nobody judges."""
+        self.dispatch = Dispatch(tiers, root, engines, cloud, classify)
         self._tiers = tiers.tier
-        self._engines = engines
-        self._cloud = cloud
         self._cache = cache
         self._gate = gate or Gate()
         self._flights = Flights()
-        # An engine that hangs holds up its own queue alone; whom an API serves first is its own matter.
-        limits = tiers.limits
-        self._queues = {
-            tier.model: Queue(
-                limits.max_running_requests,
-                {"interactive": limits.max_live_requests, "batch": limits.max_batch_waiting},
-            )
-            for tier in self._tiers
-            if tier.cloud is None
-        }
-        # Tiers of one model share its tokenizer.
-        folders = {tier.name: tier.tokenizer for tier in self._tiers if tier.tokenizer is not None}
-        loaded = {folder: ChatTokenizer.load(root / folder) for folder in set(folders.values())}
-        self._tokenizers = {name: loaded[folder] for name, folder in folders.items()}
         # What an answer depends on beside the request.
         self._versions = {tier.name: digest_tier(tier, root) for tier in self._tiers if cache is not None}
 
@@ -94,14 +79,15 @@ class Pipeline:
             self._admit(call)
             ride.key = key = self._gate.identify(call)
             request = parse_request(call.body)
-            tier = self._route(request, key)
+            tiers = self._find_tiers(request, key)
             output = ride.output = CallerOutput(call, request)
-            query = self._read_query(call, request, key)
-            ride.ends_at_s = find_end_s(call, key)
-            with ending(call, ride.ends_at_s):
-                await self._reserve(ride, request, tier)
+            query = self._read_query(call, request, key, tiers)
+            ends_at_s = find_end_s(call, key)
+            job = Job(request, len(call.body), tiers, request.model == AUTO, key.priority, ends_at_s)
+            with ending(call, ends_at_s):
+                await self._reserve(ride, job)
                 hit = None if query is None or self._cache is None else await self._cache.find_exact(query)
-                ride.flight = flight = self._board(ride, request, tier, query, hit)
+                ride.flight = flight = self._board(ride, job, query, hit)
                 await flight.listen(output)
             if self._cache is not None and query is not None and flight.hit is not None:
                 self._cache.remember(call.id or "", query, flight.hit)
@@ -129,10 +115,6 @@ class Pipeline:
         """Until what goes on after a call's last event is done too."""
         await self._flights.finish()
 
-    def num_waiting(self) -> dict[str, int]:
-        """By class, in all queues together."""
-        return {name: sum(queue.num_waiting(name) for queue in self._queues.values()) for name in CLASSES}
-
     def _admit(self, call: Call) -> None:
         call.raise_if_cancelled()
         if call.request_id is not None and not is_request_id(call.request_id):
@@ -141,19 +123,15 @@ class Pipeline:
                 f"x-request-id: must be {REQUEST_ID_RULE} (got {shorten(name)})", param="x-request-id"
             )
 
-    def _tiers_of(self, name: str) -> list[Tier]:
-        """Those that a request's `model` may mean, from cheap to dear."""
-        return [tier for tier in self._tiers if name in (AUTO, tier.name, tier.model)]
+    def _find_tiers(self, request: Request, key: Key) -> list[Tier]:
+        """Those that may answer, from cheap to dear: for "auto" all, else those that `model` names, or whose model.
 
-    def _route(self, request: Request, key: Key) -> Tier:
-        """The tier that `model` names, or whose model it names; "auto" is the cheapest until routing exists.
-
-        Of those that the key allows; raises `NotAllowedError` when it allows none of them.
+        The key must allow them; raises `NotAllowedError` when it allows none.
         """
-        named = self._tiers_of(request.model)
-        for tier in named:
-            if may_use(key, tier.name):
-                return tier
+        named = [tier for tier in self._tiers if request.model in (AUTO, tier.name, tier.model)]
+        allowed = [tier for tier in named if may_use(key, tier.name)]
+        if allowed:
+            return allowed
         if named:
             raise not_allowed(key, request.model)
         names = [AUTO, *dict.fromkeys(name for tier in self._tiers for name in (tier.name, tier.model))]
@@ -161,45 +139,40 @@ class Pipeline:
             f"model: {shorten(request.model)} does not exist; one of {', '.join(names)}", param="model"
         )
 
-    async def _reserve(self, ride: Ride, request: Request, tier: Tier) -> None:
-        """Room in the key's quotas for the most that the request may take, whoever will answer it."""
+    async def _reserve(self, ride: Ride, job: Job) -> None:
+        """Room in the key's quotas for the most that the request may take, whoever of the job's tiers answers it.
+
+        Where there is none, the dearest is left out.
+        """
         assert ride.key is not None
-        call, amount = ride.call, Amount(1)
+        amounts = [Amount(1)]
         if counts_tokens(ride.key):
-            if tier.cloud is None:
-                ride.input_ids = await tokenize(request, self._tokenizers[tier.name], len(call.body))
-                num_prompt = len(ride.input_ids)
-                num_answer = limit_answer(request, tier, num_prompt)
-            else:  # an API has a tokenizer of its own; no token is shorter than a byte
-                num_prompt = min(len(call.body), tier.context_window)
-                num_answer = request.output_limit or tier.generation.max_output_tokens
-            num_answer *= request.num_choices
-            amount = Amount(1, num_prompt + num_answer, price_of(tier).nano_usd(num_prompt, num_answer))
-        ride.permit = await self._gate.reserve(ride.key, amount)
+            amounts = most_of(job, await self.dispatch.size(job))
+        num_left_out, ride.permit = await self._gate.reserve_first(ride.key, amounts)
+        job.leave_out(num_left_out)
         if ride.permit.headers:
-            call.sink.announce(ride.permit.headers)
+            ride.call.sink.announce(ride.permit.headers)
 
     # --- cache ---
 
-    def _read_query(self, call: Call, request: Request, key: Key) -> Query | None:
+    def _read_query(self, call: Call, request: Request, key: Key, tiers: list[Tier]) -> Query | None:
         """None for a request that bypasses the cache."""
         control = parse_cache_control(call.parameters.get(HEADER, ""))
         query = None
         if self._cache is not None:
             # Where several tiers may answer, which of them do is the key's right: only its equals share its answers.
-            tiers = self._tiers_of(request.model)
-            versions = [self._versions[tier.name] for tier in tiers if may_use(key, tier.name)]
+            versions = [self._versions[tier.name] for tier in tiers]
             query = self._cache.read(request, Origin(key.tenant, request.model, template="-".join(versions)), control)
         if query is None and control.only_if_cached:
             raise NotCachedError(f"{HEADER}: only-if-cached, but a request like this one is not cached")
         return query
 
-    def _board(self, ride: Ride, request: Request, tier: Tier, query: Query | None, hit: Hit | None) -> Flight:
+    def _board(self, ride: Ride, job: Job, query: Query | None, hit: Hit | None) -> Flight:
         """The flight that brings the answer; it is another caller's if one who asks the same is on his way."""
         assert ride.output is not None
         if hit is not None:
-            return self._flights.start(None, partial(self._replay, request, hit))
-        make = partial(self._make, ride, Answer(request, tier, len(ride.call.body), input_ids=ride.input_ids), query)
+            return self._flights.start(None, partial(self._replay, job.request, hit))
+        make = partial(self._make, job, query)
         if query is None:
             return self._flights.start(None, make)
         name = None if query.control.no_cache else (query.identity.exact_key, query.control)
@@ -207,14 +180,15 @@ class Pipeline:
         ride.output.cache = CacheFacts("miss") if flight is None else CacheFacts("exact", 1.0, 0.0, is_shared=True)
         return flight or self._flights.start(name, make)
 
-    async def _make(self, ride: Ride, answer: Answer, query: Query | None, flight: Flight) -> None:
+    async def _make(self, job: Job, query: Query | None, flight: Flight) -> None:
         """What nobody has at hand: another question's answer, or a new one."""
+        judging = self.dispatch.start_judging(job)
         if query is not None and self._cache is not None:
             if hit := await self._cache.find_near(query):
-                return await self._replay(answer.request, hit, flight)
+                return await self._replay(job.request, hit, flight)
             if query.control.only_if_cached:
                 raise NotCachedError(f"{HEADER}: only-if-cached, and there is no stored answer to this question")
-        await self._generate_in_turn(ride, answer, flight)
+        answer = await self.dispatch.answer(job, flight, judging)
         if query is not None and self._cache is not None and may_be_kept(answer.choices):
             await self._cache.keep(query, store_answer(answer, flight.pieces))
 
@@ -238,37 +212,7 @@ class Pipeline:
         flight.end_choice(choice, "stop")
         flight.finish()
 
-    # --- generate, settle ---
-
-    async def _generate_in_turn(self, ride: Ride, answer: Answer, flight: Flight) -> None:
-        assert ride.key is not None
-        queue = self._queues.get(answer.tier.model)
-        if queue is None:
-            await self._generate(answer, flight)
-            return
-        max_tokens = answer.request.output_limit or answer.tier.generation.max_output_tokens
-        ticket = queue.enter(ride.key.priority, ride.ends_at_s, max_tokens)
-        try:
-            flight.on_cancel(ticket.give_up)
-            await ticket.wait()
-            flight.raise_if_cancelled()
-            await self._generate(answer, flight)
-            if answer.first_token_s is not None and ticket.started_s is not None:
-                now_s = time.monotonic()
-                first_token_s, total_s = answer.first_token_s - ticket.started_s, now_s - ticket.started_s
-                queue.pace.observe(first_token_s, total_s, answer.usage.completion_tokens // len(answer.choices))
-        finally:
-            ticket.leave()
-
-    async def _generate(self, answer: Answer, flight: Flight) -> None:
-        """The whole answer, its last event too."""
-        name = answer.tier.name
-        if answer.tier.cloud is None:
-            await Generation(flight, answer, self._tokenizers[name], self._engines).run()
-        elif self._cloud is not None:
-            await CloudGeneration(flight, answer, self._cloud).run()
-        else:
-            raise InternalError(f"tier {name!r} is a cloud tier, but there is no client for it")
+    # --- settle ---
 
     async def _settle(self, ride: Ride) -> None:
         """After the last event: quotas, and the log line. Quality sampling settles here."""
@@ -290,9 +234,7 @@ class Ride:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.key: Key | None = None
-        self.ends_at_s: float | None = None
         self.permit: Permit | None = None
-        self.input_ids: list[int] | None = None  # the prompt's, if it was tokenised for the quotas
         self.output: CallerOutput | None = None
         self.flight: Flight | None = None
         self.outcome = "ok"
@@ -312,10 +254,24 @@ def measure(ride: Ride) -> Amount:
     usage = answer.usage
     if flight.hit is not None or flight.payer is not ride.output:
         return Amount(1)
-    if ride.outcome not in _PAID and not usage.completion_tokens:
+    if not usage.completion_tokens and (ride.outcome not in _PAID or answer.has_failed):
         return Amount(1)
     cost = price_of(answer.tier).nano_usd(usage.prompt_tokens, usage.completion_tokens)
     return Amount(1, usage.prompt_tokens + usage.completion_tokens, cost)
+
+
+def most_of(job: Job, sized: Sequence[Sized]) -> list[Amount]:
+    """The most that the request may take of all tiers, then without the dearest, and so on to the cheapest alone."""
+    amounts: list[Amount] = []
+    for tier, num_prompt, num_answer, input_ids in sized:
+        if input_ids is None:  # an API has a tokenizer of its own; no token is shorter than a byte
+            num_prompt = min(job.num_bytes, tier.context_window)
+        else:
+            num_answer = min(num_answer, tier.context_window - num_prompt)
+        num_answer *= job.request.num_choices
+        most = Amount(1, num_prompt + num_answer, price_of(tier).nano_usd(num_prompt, num_answer))
+        amounts.append(Amount(*map(max, most, amounts[-1])) if amounts else most)
+    return amounts[::-1]
 
 
 def store_answer(answer: Answer, pieces: Sequence[tuple[Choice, Piece | None]]) -> StoredAnswer:
@@ -333,6 +289,6 @@ def store_answer(answer: Answer, pieces: Sequence[tuple[Choice, Piece | None]]) 
 def digest_tier(tier: Tier, root: Path) -> str:
     """Changes with whatever shapes an answer beside the request: the tier's row, its tokenizer and chat template."""
     digest = hashlib.sha256(tier.model_dump_json().encode())
-    for path in sorted((root / tier.tokenizer).iterdir()) if tier.tokenizer is not None else ():
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    if tier.tokenizer is not None:
+        digest.update(digest_folder(root / tier.tokenizer).encode())
     return digest.hexdigest()

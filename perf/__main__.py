@@ -16,6 +16,7 @@ from perf.litellm import litellm
 from perf.overhead import overhead
 from perf.report import publish
 from perf.router_quality import router_quality
+from perf.routing import routing
 from perf.stack import find_artifact
 from perf.stagger import stagger
 from perf.streams import streams
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table, result = router_quality(options.data, router, options.errors)
         elif options.command == "cache-speed":
             table, result = cache_speed(options.entries, options.clients, options.requests)
+        elif options.command == "routing":
+            table, result = routing(options.requests, options.rounds)
         elif options.command == "cache-lookup":
             from perf.cache_lookup_speed import cache_lookup_speed  # nor Redis
             from perf.embedder import ArtifactEmbedder
@@ -90,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--first-token-ms", type=float, default=40.0, help="when the scripted engine answers")
     command = add("litellm", "what LiteLLM's proxy adds to the first token beside us")
     command.add_argument("--requests", type=_count, default=300, help="requests of each path")
+    command = add("routing", "what choosing a tier adds, and what a hung tier costs the others")
+    command.add_argument("--requests", type=_count, default=300, help="questions, each as auto and pinned")
+    command.add_argument("--rounds", type=_count, default=10, help="of a phase with and one without a hung engine")
     command = add("streams", "tokens/s out of SSE against the engine library alone")
     command.add_argument("--streams", type=_counts, default=[1, 8, 16, 32], help="such as 8,16")
     command.add_argument("--rounds", type=_count, default=3, help="rounds of each side")

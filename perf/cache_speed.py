@@ -83,7 +83,7 @@ class _Client:
 
     def ask(self, question: str, control: str = "") -> tuple[float, str]:
         """How long the whole answer took, in ms, and what `rt.cache` says."""
-        body = json.dumps({"messages": [{"role": "user", "content": question}]})
+        body = json.dumps({"model": "simple", "messages": [{"role": "user", "content": question}]})
         headers = {"content-type": "application/json", **({"cache-control": control} if control else {})}
         started_s = time.perf_counter()
         self._connection.request("POST", "/v1/chat/completions", body, headers)

@@ -18,11 +18,15 @@ import numpy.typing as npt
 from build.errors import BuildError
 from build.router_data import Labelled, read_labelled
 from build.router_scores import Scores, score
+from orchestrator.config import Routing
 from orchestrator.routing.complexity import TIERS, Complexity
 from orchestrator.routing.conversation import Turn
 from perf.errors import PerfError
 from perf.report import format_table, say
 from perf.stats import percentile, wilson_interval
+
+# Of the probability of sufficing; the router's own default among them.
+THRESHOLDS = (0.3, 0.4, Routing().threshold, 0.6, 0.7, 0.8, 0.9)
 
 
 class Router(Protocol):
@@ -98,6 +102,18 @@ def _heuristic_scores(judged: Sequence[Judged]) -> Scores:
     return score(np.eye(len(TIERS))[[each.guess for each in judged]], _labels(judged))
 
 
+def choose(probabilities: Sequence[float], threshold: float) -> int:
+    """The place in `TIERS` of the cheapest tier whose probability of sufficing is at least `threshold`."""
+    complexity = Complexity((probabilities[0], probabilities[1], probabilities[2], probabilities[3]))
+    return next((place for place, tier in enumerate(TIERS) if complexity.suffices(tier) >= threshold), len(TIERS) - 1)
+
+
+def _choice_rates(judged: Sequence[Judged], threshold: float) -> dict[str, float]:
+    off = np.array([choose(each.probabilities, threshold) - each.row.label for each in judged])
+    rates = {"accuracy": off == 0, "under1_rate": off == -1, "under2_rate": off <= -2, "over_rate": off > 0}
+    return {name: round(float(found.mean()), 4) for name, found in rates.items()}
+
+
 def _labels(judged: Sequence[Judged]) -> npt.NDArray[np.int64]:
     return np.array([each.row.label for each in judged], dtype=np.int64)
 
@@ -161,6 +177,7 @@ def _result(judged: Sequence[Judged], data: Path) -> dict[str, Any]:
         "command": "router-quality",
         "data": data.name,
         **_scores(judged).rounded(),
+        "thresholds": {f"{threshold:.2f}": _choice_rates(judged, threshold) for threshold in THRESHOLDS},
         "heuristic": _heuristic_scores(judged).rounded(),
         "languages": {language: _scores(group).rounded() for language, group in languages.items()},
         "read_ms": times([each.read_ms for each in judged]),

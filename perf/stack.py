@@ -38,7 +38,7 @@ class Stack:
 
     @property
     def tier(self) -> Tier:
-        """The tier that the model "auto" stands for: the cheapest."""
+        """The cheapest one, which is asked."""
         return load_tiers(self.artifact / "tiers.toml").tier[0]
 
     def load_tokenizer(self) -> ChatTokenizer:

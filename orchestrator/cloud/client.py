@@ -19,7 +19,14 @@ from orchestrator.cloud import http2
 from orchestrator.cloud.events import DONE, Event, parse_event
 from orchestrator.cloud.sse import SseError, SseParser
 from orchestrator.config import Cloud, ConfigError, Tier
-from orchestrator.errors import ApiError, CloudError, InvalidRequestError, OverloadedError
+from orchestrator.errors import (
+    ApiError,
+    CloudError,
+    CloudRefusalError,
+    CloudTimeoutError,
+    InvalidRequestError,
+    OverloadedError,
+)
 
 # Idle connections kept for the next request, and how long: below the minute after which many servers drop them.
 MAX_IDLE_CONNECTIONS = 32
@@ -77,7 +84,7 @@ class HttpCloudClient:
                 await response.aclose()
         except httpx.ConnectTimeout as error:
             text = f"tier {tier.name!r}: no connection within {tier.cloud.connect_timeout_s:g} s"
-            raise CloudError(text) from error
+            raise CloudTimeoutError(text) from error
         except httpx.ConnectError as error:
             raise CloudError(f"tier {tier.name!r}: the API cannot be reached") from error
         except httpx.HTTPError as error:
@@ -137,7 +144,7 @@ class _Watch:
         self._deadline_s = time.monotonic() + self._cloud.token_timeout_s
 
     async def wait(self, step: Awaitable[T]) -> T:
-        """What `step` returns; raises `CloudError` when it is not there in time. Comments do not stop the clock."""
+        """What `step` returns; raises `CloudTimeoutError` when that is not in time. Comments do not stop the clock."""
         # Before Python 3.12, asyncio's `wait_for` loses a cancellation that comes together with the result.
         with anyio.move_on_after(self._deadline_s - time.monotonic()):
             return await step
@@ -145,7 +152,7 @@ class _Watch:
             text = f"no further token within {self._cloud.token_timeout_s:g} s"
         else:
             text = f"no first token within {self._cloud.first_token_timeout_s:g} s"
-        raise CloudError(f"tier {self._tier!r}: {text}")
+        raise CloudTimeoutError(f"tier {self._tier!r}: {text}")
 
 
 def read_key(tier: Tier, environ: Mapping[str, str]) -> str | None:
@@ -174,7 +181,8 @@ def explain_status(tier: str, status: int, message: str) -> ApiError:
         hint = "; check the key in the variable that cloud.key_env names"
     elif status == 404:
         hint = "; check cloud.base_url and cloud.model"
-    return CloudError(f"tier {tier!r}: the API answered {status}{hint}")
+    kind = CloudError if status >= 500 else CloudRefusalError
+    return kind(f"tier {tier!r}: the API answered {status}{hint}")
 
 
 def _chunks(response: httpx.Response) -> AsyncGenerator[bytes, None]:

@@ -9,6 +9,7 @@ For tests and measurements that need bytes or timing no real model gives on dema
     "log_probs": [-0.5, ...]        the tokens' log probabilities, for a request that asks for them
     "fail_after": n                 the request fails after n chunks
     "die_after": n                  the whole engine fails after n chunks
+    "hang_ms": t                    the whole engine does nothing for so long, from when the request arrives
 
 A text ends with the request's end id, `token_ids` end as they are; `request_output_len` and stop words cut both. A
 prompt without a script gets DEFAULT_TEXT. Times not given are the target's `first_token_ms` and `itl_ms`, log
@@ -52,6 +53,7 @@ class Script(BaseModel):
     log_probs: list[float] = Field(default_factory=list)
     fail_after: int | None = None
     die_after: int | None = None
+    hang_ms: float = Field(default=0, ge=0, le=600_000)
 
 
 class Settings(BaseModel):
@@ -118,6 +120,7 @@ class ScriptedStepper:
             log_probs if request.log_probs else None,
         )
         self._sequences[request.request_id] = sequence
+        time.sleep(script.hang_ms / 1000)
         self._schedule(sequence, script.first_token_ms)
 
     def stop(self, request_id: str) -> None:

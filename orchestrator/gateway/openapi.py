@@ -57,12 +57,34 @@ _FAILED = _errors(
     s429="a quota is used up; `retry-after` says until when",
     s500="ours",
     s502="the engine failed",
-    s503="overloaded, or shutting down",
+    s503="overloaded, shutting down, or the tier is out; `retry-after` says until when",
     s504="only-if-cached, and there is no stored answer; or the deadline has passed",
 )
 _KEYS = _errors(
     s401="no valid key, where the server has keys", s403="a web page of another origin, or not allowed to this key"
 )
+
+
+_RT: dict[str, Any] = {
+    "type": "object",
+    "description": "What this server says of the answer; in a stream it is in the last event",
+    "properties": {
+        "tier": {"type": "string"},
+        "model": {"type": "string"},
+        "cache": {"enum": ["exact", "semantic", "miss", "bypass"]},
+        "reason": {"type": "string", "description": "Why this tier; not of stored answers"},
+        "attempts": {
+            "type": "integer",
+            "minimum": 2,
+            "description": "Where the first one failed before its first token",
+        },
+        "ttft_ms": {"type": ["number", "null"]},
+        "total_ms": {"type": "number"},
+        "input_tokens": {"type": "integer"},
+        "tokens": {"type": "integer"},
+        "cost_usd": {"type": "number"},
+    },
+}
 
 
 def describe() -> dict[str, Any]:
@@ -118,7 +140,13 @@ def _generation(name: str, request: type[ChatRequest] | type[CompletionRequest])
             "200": {
                 "description": "The answer: with `stream` as server-sent events, the last one `[DONE]`",
                 "content": {
-                    "application/json": {"schema": {"type": "object", "required": ["id", "object", "choices"]}},
+                    "application/json": {
+                        "schema": {
+                            "type": "object",
+                            "required": ["id", "object", "choices"],
+                            "properties": {"rt": _RT},
+                        }
+                    },
                     "text/event-stream": {},
                 },
             },

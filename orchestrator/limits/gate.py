@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from orchestrator.call import Call
@@ -64,14 +64,26 @@ class Gate:
         Raises `RateLimitError` or `BudgetError`, with the headers that say when to come again, and
         `LimitsUnavailableError`.
         """
+        _, permit = await self.reserve_first(key, [amount])
+        return permit
+
+    async def reserve_first(self, key: Key, amounts: Sequence[Amount]) -> tuple[int, Permit]:
+        """Room for the first of `amounts`, from large to small, that there is room for, and which it is.
+
+        Raises as `reserve` does, for the last one that was tried.
+        """
         quota = Quota.of(key)
         if quota == Quota():
-            return Permit(None, key.id, amount, None, {})
-        reserved = await self._ledger.reserve(key.id, quota, amount)
-        standing = Standing(quota, reserved)
-        if not reserved.granted:
-            raise _refusal(key, quota, standing, amount)
-        return Permit(self._ledger, key.id, amount, reserved, standing.headers())
+            return 0, Permit(None, key.id, amounts[0], None, {})
+        for place, amount in enumerate(amounts):
+            reserved = await self._ledger.reserve(key.id, quota, amount)
+            standing = Standing(quota, reserved)
+            if reserved.granted:
+                return place, Permit(self._ledger, key.id, amount, reserved, standing.headers())
+            # Of requests none of them asks for less.
+            if place == len(amounts) - 1 or standing.find_lack(amount) == "r":
+                raise _refusal(key, quota, standing, amount)
+        raise ValueError("amounts: empty; at least one is needed")
 
     async def close(self) -> None:
         await self._ledger.close()

@@ -70,7 +70,7 @@ class Queue:
         """A place; raises `OverloadedError` with `retry-after` where there is none, or none in time for `ends_at_s`."""
         wait_s = self._expect_wait_s(priority)
         retry = {"retry-after": str(max(1, math.ceil(wait_s)))}
-        if self._num_running >= self._max_running and self.num_waiting(priority) >= self._max_waiting[priority]:
+        if self._is_full(priority):
             raise OverloadedError(
                 f"{self._max_waiting[priority]} {priority} requests wait already, which is the limit; try again later",
                 headers=retry,
@@ -89,6 +89,13 @@ class Queue:
         else:
             self._waiting[priority].append(ticket)
         return ticket
+
+    def expect_s(self, priority: Priority, max_tokens: float = math.inf) -> float:
+        """Seconds until an answer of at most so many tokens would be whole; infinite where there is no place."""
+        return math.inf if self._is_full(priority) else self._expect_wait_s(priority) + self.pace.predict_s(max_tokens)
+
+    def _is_full(self, priority: Priority) -> bool:
+        return self._num_running >= self._max_running and self.num_waiting(priority) >= self._max_waiting[priority]
 
     def _expect_wait_s(self, priority: Priority) -> float:
         if self._num_running < self._max_running:

@@ -29,10 +29,12 @@ from orchestrator.limits import create_gate
 from orchestrator.limits.operations import Operations
 from orchestrator.pipeline import Pipeline
 from orchestrator.triton.cancellation import CancellationWatcher
+from orchestrator.triton.complexity_client import create_classifier
 from orchestrator.triton.embedding_client import GrpcEmbedder
 from orchestrator.triton.engine_client import GrpcEngineClient
 from orchestrator.triton.limits_metrics import LimitsMetrics
 from orchestrator.triton.metrics import CacheMetrics, live_requests_gauge
+from orchestrator.triton.routing_metrics import RoutingMetrics
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
 
@@ -63,14 +65,19 @@ class OrchestratorModel:
             self._embedder, self._metrics = GrpcEmbedder(root, url), CacheMetrics()
             self._store = create_store(tiers.cache.max_bytes, os.environ, self._store_errors)
             cache = AnswerCache(tiers.cache, Lookup(self._store, self._store.clock), self._embedder, self._metrics)
-        self._pipeline = Pipeline(tiers, root, self._engines, self._cloud, cache=cache, gate=self._gate)
+        self._classifier = create_classifier(root, url)
+        self._pipeline = Pipeline(
+            tiers, root, self._engines, self._cloud, cache=cache, gate=self._gate, classify=self._classifier
+        )
         embedder = read_toml(root / "embedder.toml", Embedder)
         self._limits_operations = Operations(self._gate, embedder.max_input_tokens)
         live, limits = live_requests_gauge(contracts.ORCHESTRATOR_MODEL), LimitsMetrics(self._gate)
+        routing = RoutingMetrics()
 
         def publish(num_live: int) -> None:  # on the watcher's thread: each number told is a round trip to the server
             live.set(num_live)
-            limits.publish(self._pipeline.num_waiting())
+            limits.publish(self._pipeline.dispatch.num_waiting())
+            routing.publish(self._pipeline.dispatch)
 
         self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, publish)
         self._max_live_requests = tiers.limits.max_live_requests
@@ -154,6 +161,8 @@ class OrchestratorModel:
         await asyncio.wrap_future(self._publishing)
         if self._embedder is not None:
             await self._embedder.close()
+        if self._classifier is not None:
+            await self._classifier.close()
         if self._store is not None:
             await self._store.close()
         await self._engines.close()

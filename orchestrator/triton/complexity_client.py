@@ -24,6 +24,12 @@ from orchestrator.wire import add_row, read_outputs
 log = logging.getLogger("orchestrator.routing")
 
 
+def create_classifier(root: Path, url: str) -> GrpcComplexity | None:
+    """For the artifact at `root`; None if it has no classifier."""
+    has_one = (root / "model_repository" / contracts.COMPLEXITY_MODEL).is_dir()
+    return GrpcComplexity(root, url) if has_one else None
+
+
 class GrpcComplexity:
     """Judges conversations, for one event loop."""
 

@@ -11,6 +11,31 @@ import triton_python_backend_utils as pb_utils
 from orchestrator.cache.store import Size
 
 
+class Family:
+    """One metric by its labels. Only what changed is told, for telling is a round trip to the server."""
+
+    def __init__(self, name: str, description: str, *, is_gauge: bool = False) -> None:
+        kind = pb_utils.MetricFamily.GAUGE if is_gauge else pb_utils.MetricFamily.COUNTER
+        # Triton deletes a family's metrics with the family.
+        self._family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+        self._is_gauge = is_gauge
+        self._metrics: dict[tuple[str, ...], Any] = {}
+        self._told: dict[tuple[str, ...], int] = {}
+
+    def tell(self, count: int, **labels: str) -> None:
+        """The count so far; the names of the labels are the same each time. For one thread."""
+        key = tuple(labels.values())
+        if key not in self._metrics:
+            self._metrics[key] = self._family.Metric(labels=labels)
+        told = self._told.get(key, 0)
+        if count != told:
+            self._told[key] = count
+            if self._is_gauge:
+                self._metrics[key].set(count)
+            else:
+                self._metrics[key].increment(count - told)
+
+
 class ModelGauge:
     """A gauge `NAME{model="..."}`; only a change is told, for telling is a round trip to the server."""
 

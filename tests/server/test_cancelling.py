@@ -12,8 +12,8 @@ import pytest
 from serving import CHAT_PATH, Stack, script, wait_for
 
 # An answer that would take 40 s.
-LONG: dict[str, Any] = {"messages": script(text="x " * 2000, itl_ms=20), "max_tokens": 2000}
-SLOW_PREFILL: dict[str, Any] = {"messages": script(text="x", first_token_ms=5000)}
+LONG: dict[str, Any] = {"model": "simple", "messages": script(text="x " * 2000, itl_ms=20), "max_tokens": 2000}
+SLOW_PREFILL: dict[str, Any] = {"model": "simple", "messages": script(text="x", first_token_ms=5000)}
 
 
 def read_frames(connection: socket.socket, count: int) -> None:

@@ -219,7 +219,7 @@ def test_an_error_before_tokens_has_its_status(scripted_stack: Stack, stream: bo
         ({"messages": script(text="x"), "max_tokens": -5}, "max_tokens"),
         ({"messages": script(text="x"), "max_tokens": 9000}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),
-        ({"messages": script(text="x"), "tools": [TOOL]}, "tools"),
+        ({"model": "simple", "messages": script(text="x"), "tools": [TOOL]}, "tools"),
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])

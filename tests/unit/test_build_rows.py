@@ -118,6 +118,17 @@ def test_a_cloud_tier(tmp_path: Path) -> None:
     assert tier.cloud is not None and tier.cloud.base_url == "https://api.example.com/v1"
 
 
+def test_timeouts_and_routing_reach_the_tiers(tmp_path: Path) -> None:
+    text = (HERE / "targets" / "scripted.toml").read_text(encoding="utf-8")
+    text = text.replace("generation", "token_timeout_s = 9\ngeneration", 1)
+    text = text.replace("failures_to_open = 1000", "threshold = 0.7", 1)
+    (tmp_path / "scripted.toml").write_text(text, encoding="utf-8")
+    target = load_target("scripted", tmp_path)
+    tiers = make_tiers(target, load_models(target))
+    assert [tier.token_timeout_s for tier in tiers.tier] == [9.0, None, None, None]
+    assert (tiers.routing.threshold, tiers.routing.failures_to_open) == (0.7, 10)
+
+
 def test_no_target_of_ours_has_one() -> None:
     assert all(tier.cloud is None for name in list_targets() for tier in load_target(name).tiers)
 
@@ -127,6 +138,7 @@ def test_no_target_of_ours_has_one() -> None:
     [
         ("context_window = 100000", "", "context_window: required for a cloud tier, and for no other"),
         ("context_window", 'tool_parser = "hermes"\ncontext_window', "tool_parser: an API takes tools by itself"),
+        ("context_window", "token_timeout_s = 9\ncontext_window", "token_timeout_s: of a cloud tier it stands in"),
         ("[tiers.cloud]", "[tiers.clouds]", r"tiers\.4\.clouds: Extra inputs"),
         ("https://", "", r"tiers\.4\.cloud\.base_url: "),
     ],

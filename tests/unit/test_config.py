@@ -124,6 +124,11 @@ URL = "https://api.example.com/v1"
             "tier.0: Value error, end_id: required for a tier",
         ),
         ("context_window = 8192", 'context_window = 8192\ntool_parser = "hermes"', "tool_parser: an API takes tools"),
+        (
+            "context_window = 8192",
+            "context_window = 8192\nfirst_token_timeout_s = 9",
+            "first_token_timeout_s: of a cloud tier it stands in the table `cloud`",
+        ),
         ("[tier.cloud]", "[tier.clouds]", "tier.0.clouds: Extra inputs are not permitted"),
         (URL, "api.example.com", "tier.0.cloud.base_url: Value error, must be http://host[:port][/path] or https://"),
         (URL, "ftp://x", "cloud.base_url: Value error, must be http://"),

@@ -23,6 +23,7 @@ ALL = (
     (errors.NotCachedError, 504, "invalid_request_error", "not_cached"),
     (errors.DeadlineError, 504, "server_error", "deadline_exceeded"),
     (errors.LimitsUnavailableError, 503, "server_error", "limits_unavailable"),
+    (errors.TierUnavailableError, 503, "server_error", "tier_unavailable"),
     (errors.CancelledError, 499, "cancelled", "cancelled"),
     (errors.EngineError, 502, "server_error", "engine_error"),
     (errors.CloudError, 502, "server_error", "cloud_error"),

@@ -461,7 +461,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "search", "arguments
 def test_a_model_without_a_tool_parser_says_so(
     pipeline: Pipeline, engines: InProcessEngines, fields: dict[str, Any], param: str
 ) -> None:
-    error, _ = failure(pipeline, body(**fields))
+    error, _ = failure(pipeline, body(model="simple", **fields))
     assert isinstance(error, InvalidRequestError)
     assert "the model 'llm_small' has no tool parser" in error.message
     assert (error.param, engines.requests) == (param, [])
@@ -518,7 +518,7 @@ def test_a_wrong_script_is_the_engines_refusal(pipeline: Pipeline) -> None:
     assert "the prompt's script is wrong" in error.message
 
 
-@pytest.mark.parametrize("request_body", [b"", b"{}", body(max_tokens=0), body(tools=TOOLS)])
+@pytest.mark.parametrize("request_body", [b"", b"{}", body(max_tokens=0), body(model="simple", tools=TOOLS)])
 def test_a_refused_request(pipeline: Pipeline, engines: InProcessEngines, request_body: bytes) -> None:
     error, sink = failure(pipeline, request_body)
     assert isinstance(error, InvalidRequestError)
@@ -712,14 +712,18 @@ def test_every_request_has_an_id_of_its_own() -> None:
 
 
 def test_tiers_of_one_tokenizer_load_it_once(
-    artifact: Callable[[str], Path], engines: InProcessEngines, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, engines: InProcessEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for folder, text in (("t", "a"), ("t2", "a"), ("t3", "b")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokenizer.json").write_text(text)
     loaded: list[Path] = []
-    monkeypatch.setattr("orchestrator.pipeline.ChatTokenizer.load", loaded.append)
+    monkeypatch.setattr("orchestrator.dispatch.ChatTokenizer.load", loaded.append)
     other = TIER.model_copy(update={"name": "other"})
     third = TIER.model_copy(update={"name": "third", "tokenizer": "t3"})
-    Pipeline(Tiers(tier=[TIER, other, third], limits=Limits()), Path("root"), engines)
-    assert sorted(set(loaded)) == [Path("root/t"), Path("root/t3")]
+    same = TIER.model_copy(update={"name": "same", "tokenizer": "t2"})
+    Pipeline(Tiers(tier=[TIER, other, third, same], limits=Limits()), tmp_path, engines)
+    assert len(loaded) == 2 and tmp_path / "t3" in loaded
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.routing.complexity import TIERS, Complexity
 from orchestrator.routing.conversation import Turn
 from perf.errors import PerfError
-from perf.router_quality import guess_tier, router_quality
+from perf.router_quality import choose, guess_tier, router_quality
 
 
 class FirstWord:
@@ -47,12 +47,19 @@ def test_right_and_wrong_are_counted(tmp_path: Path) -> None:
     table, result = router_quality(data, FirstWord(), tmp_path / "errors")
     assert result["command"] == "router-quality" and result["data"] == "rows.jsonl"
     assert (result["accuracy"], result["under2_rate"], result["over_rate"]) == (0.5, 0.25, 0.25)
+    rates = {"accuracy": 0.5, "under1_rate": 0.0, "under2_rate": 0.25, "over_rate": 0.25}
+    assert result["thresholds"]["0.50"] == rates
     assert result["ece"] == pytest.approx(0.44, abs=0.5)
     assert result["languages"]["en"]["accuracy"] == 0.5
     assert result["heuristic"]["rows"] == 4
     assert "all, by words and length" in table and "to    32 tokens" in table
     errors = (tmp_path / "errors").read_text().splitlines()
     assert len(errors) == 2 and errors[0].startswith("expert -> simple (0.94 0.02 0.02 0.02) en: 'simple b'")
+
+
+@pytest.mark.parametrize(("threshold", "tier"), [(0.3, "simple"), (0.5, "medium"), (0.7, "complex"), (0.95, "expert")])
+def test_what_the_router_would_take(threshold: float, tier: str) -> None:
+    assert TIERS[choose([0.4, 0.2, 0.3, 0.1], threshold)] == tier
 
 
 def test_a_wrong_file_is_told(tmp_path: Path) -> None:

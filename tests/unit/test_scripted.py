@@ -139,6 +139,13 @@ def test_dying(stepper: ScriptedStepper, add: Any) -> None:
         run(stepper)
 
 
+def test_hanging(stepper: ScriptedStepper, add: Any) -> None:
+    started_s = time.monotonic()
+    add(script(text="a", hang_ms=50))
+    assert time.monotonic() - started_s >= 0.05  # whoever else runs waits too
+    assert run(stepper)[-1].finished
+
+
 def test_times(stepper: ScriptedStepper, add: Any) -> None:
     started_s = time.monotonic()
     add(script(token_ids=[[5], [6], [7]], first_token_ms=60, itl_ms=20))

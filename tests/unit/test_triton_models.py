@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_pb_utils as pb_utils
@@ -23,6 +24,7 @@ from orchestrator.engines.parsing import parse_engine_request
 from orchestrator.errors import CancelledError, InvalidRequestError, OverloadedError
 from orchestrator.generation import build_engine_request
 from orchestrator.request import ChatRequest
+from orchestrator.routing.counts import RoutingCounts
 from orchestrator.triton import adapter, engine_client, engine_model
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
@@ -323,14 +325,12 @@ def test_a_client_that_leaves_stops_its_request_alone(model: engine_model.Engine
 class BlockingPipeline:
     """Holds every call until the test lets go."""
 
-    def __init__(self, *_: object, cache: None, gate: object) -> None:
+    def __init__(self, *_: object, cache: None, gate: object, classify: object) -> None:
         self.go = threading.Event()
+        self.dispatch = SimpleNamespace(num_waiting=dict, breaker_states=dict, counts=RoutingCounts())
 
     async def finish(self) -> None:
         pass
-
-    def num_waiting(self) -> dict[str, int]:
-        return {}
 
     async def run(self, call: Any) -> None:
         while not self.go.is_set():
