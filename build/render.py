@@ -149,6 +149,7 @@ def _engine_tier(row: TierRow, model: AnyModelRow, target: TargetRow) -> Tier:
         input_price_per_million_tokens=row.input_price_per_million_tokens,
         output_price_per_million_tokens=row.output_price_per_million_tokens,
         generation=row.generation,
+        compression=row.compression,
         first_token_timeout_s=row.first_token_timeout_s,
         token_timeout_s=row.token_timeout_s,
     )

@@ -24,6 +24,7 @@ from build.model_rows import AnyModelRow, ComplexityRow, Count, EmbedderRow, Mod
 from orchestrator.config import (
     CachePolicy,
     Cloud,
+    Compression,
     Generation,
     Limits,
     Routing,
@@ -92,6 +93,7 @@ class TierRow(Row):
     first_token_timeout_s: Seconds | None = None
     token_timeout_s: Seconds | None = None
     generation: Generation
+    compression: Compression | None = None
     context_window: Count | None = None
     cloud: Cloud | None = None
 

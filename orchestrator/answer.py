@@ -53,6 +53,7 @@ class Answer:
     input_ids: list[int] | None = None  # the prompt's, if it was tokenised before
     reason: str = ""
     num_attempts: int = 1
+    num_saved_tokens: int = 0  # that prompt compression left out
     has_failed: bool = False
 
     @property
@@ -144,7 +145,8 @@ class CallerOutput:
 
         Times in ms from the call's arrival; cost in US dollars, which is 0 for what was not generated for this caller.
         `usage_estimated` is there, and true, only when the counts of tokens are estimates. Of hits there are similarity
-        and age; of what was generated the reason for the tier, and the number of attempts where it took several.
+        and age; of what was generated the reason for the tier, the number of attempts where it took several,
+        and the tokens that compression left out of its prompt.
         """
         answer = self._answer
         if answer is None:
@@ -163,6 +165,8 @@ class CallerOutput:
             rt["reason"] = answer.reason
         if answer.num_attempts > 1:
             rt["attempts"] = answer.num_attempts
+        if answer.num_saved_tokens:
+            rt["prompt_tokens_saved"] = answer.num_saved_tokens
         if cache.is_hit:
             rt |= {"cache_similarity": round(cache.similarity or 0.0, 4), "cache_age_s": round(cache.age_s or 0.0, 3)}
         if cache.is_shared:

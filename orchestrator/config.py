@@ -49,6 +49,18 @@ FIRST_TOKEN_TIMEOUT_S = 60.0
 TOKEN_TIMEOUT_S = 30.0
 
 
+class Compression(Row):
+    """A tier whose prompts of more than `min_tokens` lose what tells least in old turns (`orchestrator.compression`).
+
+    Of the tokens between the system prompt and the last turn about the share `keep` stays. What the embedder has not
+    told within `timeout_s` is sent as it came.
+    """
+
+    keep: Annotated[float, Field(gt=0, lt=1)]
+    min_tokens: Annotated[int, Field(ge=0)] = 1024
+    timeout_s: Annotated[float, Field(gt=0, le=60)] = 2.0
+
+
 class Cloud(Row):
     """An OpenAI-compatible API as the engine of a tier.
 
@@ -109,6 +121,7 @@ class Tier(Row):
     first_token_timeout_s: Seconds | None = None
     token_timeout_s: Seconds | None = None
     generation: Generation
+    compression: Compression | None = None
     cloud: Cloud | None = None
 
     @model_validator(mode="after")

@@ -19,14 +19,16 @@ from typing import Any, NamedTuple
 
 from orchestrator.answer import Answer
 from orchestrator.backend import Backend, Way, judge, may_go_elsewhere, out
+from orchestrator.cache.stage import Embed
 from orchestrator.cloud.generation import BYTES_PER_TOKEN, CloudClient, build_body
+from orchestrator.compression import compress
 from orchestrator.config import Tier, Tiers
 from orchestrator.errors import ApiError, CloudRefusalError, InvalidRequestError
 from orchestrator.flight import Flight
 from orchestrator.generation import EngineClient, build_engine_request, check_tools, tokenize
 from orchestrator.limits.keys import Priority
 from orchestrator.limits.queue import CLASSES
-from orchestrator.request import ChatRequest, Request
+from orchestrator.request import ChatRequest, Message, Request
 from orchestrator.routing.breaker import State
 from orchestrator.routing.complexity import Complexity
 from orchestrator.routing.conversation import Turn
@@ -93,11 +95,16 @@ class Dispatch:
         engines: EngineClient,
         cloud: CloudClient | None = None,
         classify: Classify | None = None,
+        embed: Embed | None = None,
     ) -> None:
-        """`root` has the tokenizers. `cloud` is needed by cloud tiers alone; without `classify` nobody judges."""
+        """`root` has the tokenizers. `cloud` is needed by cloud tiers alone, `embed` by those that compress prompts.
+
+        Without `classify` nobody judges.
+        """
         self.counts = RoutingCounts()
         self._rules = tiers.routing
         self._classify = classify
+        self._embed = embed
         self._levels = dict(zip((tier.name for tier in tiers.tier), levels(tier.name for tier in tiers.tier)))
         names = list(dict.fromkeys(tier.backend for tier in tiers.tier))
         self._backends = {name: Backend(name, tiers, len(names)) for name in names}
@@ -198,14 +205,9 @@ class Dispatch:
             is_last = number == len(decision.order)
             for is_retry in (False, True):
                 num_attempts += 1
-                answer = Answer(
-                    job.request,
-                    tier,
-                    job.num_bytes,
-                    input_ids=sized[place].input_ids,
-                    reason=reason,
-                    num_attempts=num_attempts,
-                )
+                answer = await self._begin(job, sized[place])
+                answer.reason, answer.num_attempts = reason, num_attempts
+                flight.raise_if_cancelled()
                 try:
                     await self._backends[tier.backend].generate(
                         answer, flight, self._way, priority=job.priority, ends_at_s=job.ends_at_s
@@ -228,6 +230,33 @@ class Dispatch:
             self.counts.fallbacks[tier.name] += 1
             reason = f"{tier.name} failed before its first token ({code}); this is the next tier"
         raise AssertionError("the last attempt returns or raises")
+
+    async def _begin(self, job: Job, sized: Sized) -> Answer:
+        """The empty answer, of a shorter prompt where the tier has them compressed."""
+        answer = Answer(job.request, sized.tier, job.num_bytes, input_ids=sized.input_ids)
+        rules, request = sized.tier.compression, job.request
+        if rules is None or self._embed is None or sized.num_prompt_tokens <= rules.min_tokens:
+            return answer
+        if not isinstance(request, ChatRequest):
+            return answer
+        tokenizer = self._way.tokenizers.get(sized.tier.name)
+
+        def count(text: str) -> int:
+            return len(tokenizer.encode(text)) if tokenizer else -(-len(text.encode()) // BYTES_PER_TOKEN)
+
+        messages = await compress(request.messages, rules, self._embed, count)
+        if messages is None:
+            return answer
+        answer.request = request.model_copy(update={"messages": messages})
+        if tokenizer is None:
+            answer.num_saved_tokens = sum(map(count, map(Message.text, request.messages))) - sum(
+                map(count, map(Message.text, messages))
+            )
+        else:
+            answer.input_ids = await tokenize(answer.request, tokenizer, job.num_bytes)
+            answer.num_saved_tokens = sized.num_prompt_tokens - len(answer.input_ids)
+        self.counts.saved[sized.tier.name] += answer.num_saved_tokens
+        return answer
 
     def _decide(self, job: Job, sized: Sequence[Sized], complexity: Complexity | None) -> Decision:
         candidates = []

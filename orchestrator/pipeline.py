@@ -16,7 +16,7 @@ from orchestrator.cache.control import HEADER, parse_cache_control
 from orchestrator.cache.key import Origin
 from orchestrator.cache.operations import operate
 from orchestrator.cache.policy import may_be_kept
-from orchestrator.cache.stage import AnswerCache, Hit, Query
+from orchestrator.cache.stage import AnswerCache, Embed, Hit, Query
 from orchestrator.cache.stored import StoredAnswer, join_pieces
 from orchestrator.call import Call
 from orchestrator.cloud.generation import CloudClient
@@ -62,9 +62,13 @@ class Pipeline:
         cache: AnswerCache | None = None,
         gate: Gate | None = None,
         classify: Classify | None = None,
+        embed: Embed | None = None,
     ) -> None:
-        """`cloud` is needed by cloud tiers alone. Without `gate` nobody has a key, without `classify` nobody judges."""
-        self.dispatch = Dispatch(tiers, root, engines, cloud, classify)
+        """`cloud` is needed by cloud tiers alone, `embed` by those that compress prompts.
+
+        Without `gate` nobody has a key, without `classify` nobody judges.
+        """
+        self.dispatch = Dispatch(tiers, root, engines, cloud, classify, embed)
         self._tiers = tiers.tier
         self._cache = cache
         self._gate = gate or Gate()

@@ -78,6 +78,7 @@ _RT: dict[str, Any] = {
             "minimum": 2,
             "description": "Where the first one failed before its first token",
         },
+        "prompt_tokens_saved": {"type": "integer", "minimum": 1, "description": "By prompt compression"},
         "ttft_ms": {"type": ["number", "null"]},
         "total_ms": {"type": "number"},
         "input_tokens": {"type": "integer"},

@@ -17,3 +17,4 @@ class RoutingCounts:
     retries: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     timeouts: Counter[str] = field(default_factory=Counter)
+    saved: Counter[str] = field(default_factory=Counter)  # prompt tokens that compression left out, by tier

@@ -61,13 +61,23 @@ class OrchestratorModel:
         self._gate = create_gate(os.environ)
         self._embedder = self._metrics = self._store = cache = None
         self._store_errors: Counter[str] = Counter()
+        if tiers.cache is not None or any(tier.compression is not None for tier in tiers.tier):
+            self._embedder = GrpcEmbedder(root, url)
         if tiers.cache is not None:
-            self._embedder, self._metrics = GrpcEmbedder(root, url), CacheMetrics()
+            assert self._embedder is not None
+            self._metrics = CacheMetrics()
             self._store = create_store(tiers.cache.max_bytes, os.environ, self._store_errors)
             cache = AnswerCache(tiers.cache, Lookup(self._store, self._store.clock), self._embedder, self._metrics)
         self._classifier = create_classifier(root, url)
         self._pipeline = Pipeline(
-            tiers, root, self._engines, self._cloud, cache=cache, gate=self._gate, classify=self._classifier
+            tiers,
+            root,
+            self._engines,
+            self._cloud,
+            cache=cache,
+            gate=self._gate,
+            classify=self._classifier,
+            embed=self._embedder,
         )
         embedder = read_toml(root / "embedder.toml", Embedder)
         self._limits_operations = Operations(self._gate, embedder.max_input_tokens)

@@ -17,6 +17,7 @@ class RoutingMetrics:
         self._retries = Family("rt_tier_retries_total", "Second tries on a tier after a failure before its first token")
         self._fallbacks = Family("rt_tier_fallbacks_total", "Requests that went on to another tier, by the failed one")
         self._timeouts = Family("rt_tier_timeouts_total", "Attempts that ended by the tier's silence")
+        self._saved = Family("rt_prompt_tokens_saved_total", "Prompt tokens that compression left out, by tier")
         self._breakers = Family(
             "rt_breaker_state",
             "Circuit breaker of an engine or cloud tier: 0 closed, 1 half open, 2 open",
@@ -31,6 +32,7 @@ class RoutingMetrics:
             (self._retries, counts.retries),
             (self._fallbacks, counts.fallbacks),
             (self._timeouts, counts.timeouts),
+            (self._saved, counts.saved),
         ):
             for tier, count in list(counted.items()):
                 family.tell(count, tier=tier)

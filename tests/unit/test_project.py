@@ -94,7 +94,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("request", "engines", "limits", "quality"),
     ("answer",),
     ("generation", "embedding", "cache"),
-    ("cloud", "flight", "timeouts"),
+    ("cloud", "compression", "flight", "timeouts"),
     ("backend",),
     ("dispatch",),
     ("pipeline",),

@@ -21,6 +21,7 @@ from test_limits_pipeline import exact_cache
 from tokenizers import Tokenizer
 
 from orchestrator import timeouts
+from orchestrator.cache.stage import Embed
 from orchestrator.call import Call
 from orchestrator.cloud.client import HttpCloudClient
 from orchestrator.config import Cloud, Generation, Limits, Routing, Tier, Tiers
@@ -149,6 +150,7 @@ class World:
         cloud: HttpCloudClient | None = None,
         cache: Any = None,
         limits: Limits | None = None,
+        embed: Embed | None = None,
         **routing: Any,
     ) -> None:
         self.engines = FaultyEngines(tokenizer)
@@ -165,6 +167,7 @@ class World:
             cache=cache,
             gate=Gate(Keyring(keys), self.ledger),
             classify=self.classifier,
+            embed=embed,
         )
         self.dispatch = self.pipeline.dispatch
 
