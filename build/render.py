@@ -146,6 +146,7 @@ def _engine_tier(row: TierRow, model: AnyModelRow, target: TargetRow) -> Tier:
         end_id=model.token_ids.end,
         pad_id=model.token_ids.pad,
         tool_parser=row.tool_parser or model.tool_parser,
+        num_instances=target.models[row.model].instance_count,
         input_price_per_million_tokens=row.input_price_per_million_tokens,
         output_price_per_million_tokens=row.output_price_per_million_tokens,
         generation=row.generation,

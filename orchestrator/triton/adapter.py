@@ -54,7 +54,7 @@ class OrchestratorModel:
         root = Path(args["model_repository"]).parent.parent  # <artifact>/model_repository/orchestrator
         tiers = load_tiers(root / "tiers.toml")
         url = os.environ.get(contracts.GRPC_URL_VARIABLE, contracts.DEFAULT_GRPC_URL)
-        self._engines = GrpcEngineClient(url)
+        self._engines = GrpcEngineClient(url, {tier.model for tier in tiers.tier if tier.num_instances > 1})
         self._cloud = create_cloud_client(tiers.tier, os.environ)
         self._gate = create_gate(os.environ)
         self._embedder = self._metrics = self._store = cache = None

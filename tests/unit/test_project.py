@@ -90,6 +90,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("regexes",),
     ("schemas",),
     ("config", "wire", "call"),
+    ("manifest",),
+    ("doctor",),
     ("streaming", "infer_streams", "readiness", "routing"),
     ("request", "engines", "limits", "quality"),
     ("answer",),
