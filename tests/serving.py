@@ -234,6 +234,13 @@ def running_rendered(target: str, source: Path, folder: Path, *flags: str) -> It
     artifact = folder / target
     command = [sys.executable, "-m", "build", "--target", target, "--render-only", "--output", str(artifact)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
+    with running_dressed(artifact, source, folder, *flags) as stack:
+        yield stack
+
+
+@contextmanager
+def running_dressed(artifact: Path, source: Path, folder: Path, *flags: str) -> Iterator[Stack]:
+    """The same of an artifact that is rendered already."""
     dress(artifact, source)
     env = {
         name: f"{path}:{os.environ.get(name, '')}" for name, path in write_machine(folder / "machine", artifact).items()

@@ -18,6 +18,7 @@ from build.manifest import list_files
 from build.render import to_toml
 from orchestrator.config import load_tiers
 
+HERE = Path(__file__).resolve().parent
 VERSION = "1.2.1"
 PACKAGES = {"tensorrt_llm": VERSION, "tensorrt": "10.14.1.48"}
 
@@ -47,7 +48,10 @@ def dress(artifact: Path, source: Path) -> None:
         engine = {**given["parameters"], "vocab_size": small["architecture"]["vocab_size"]}
         del engine["exclude_input_in_output"]
         engine["context_window"] = min(parameters["max_seq_len"], small["architecture"]["context_window"])
-        write_engine(version / "engine", model, row["architecture"], engine)
+        if parameters["runtime"] == "engine":
+            write_engine(version / "engine", model, row["architecture"], engine)
+        else:
+            write_llmapi(version, engine)
     tiers = load_tiers(artifact / "tiers.toml")
     ids = {"end_id": small["token_ids"]["end"], "pad_id": small["token_ids"]["pad"]}
     tiers = tiers.model_copy(update={"tier": [tier.model_copy(update=ids) for tier in tiers.tier]})
@@ -76,6 +80,16 @@ def write_engine(folder: Path, model: dict[str, Any], architecture: dict[str, An
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for rank in range(mapping["tp_size"] * mapping["pp_size"]):
         (folder / f"rank{rank}.engine").write_text(json.dumps(_as_texts(engine)), encoding="utf-8")
+
+
+def write_llmapi(version: Path, engine: dict[str, Any]) -> None:
+    """The version folder of NVIDIA's LLM-API model, with the stand-in's model.py."""
+    for name in ("model.py", "helpers.py"):
+        (version / name).write_bytes((HERE / "llmapi" / "model.py").read_bytes() if name == "model.py" else b"")
+    shutil.copyfile(HERE.parent / "data" / "trtllm_models.json", version / "contract.json")
+    shutil.copytree(version / "tokenizer", version / "checkpoint" / "tokenizer")
+    (version / "checkpoint" / "standin.json").write_text(json.dumps(_as_texts(engine)), encoding="utf-8")
+    (version / "checkpoint" / "config.json").write_text("{}", encoding="utf-8")
 
 
 def _as_texts(engine: dict[str, Any]) -> dict[str, str]:

@@ -94,7 +94,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("doctor",),
     ("streaming", "infer_streams", "readiness", "routing"),
     ("request", "engines", "limits", "quality"),
-    ("answer",),
+    ("answer", "text_engine"),
     ("generation", "embedding", "cache"),
     ("cloud", "flight"),
     ("pipeline",),
