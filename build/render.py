@@ -136,8 +136,10 @@ def _cloud_tier(row: TierRow) -> Tier:
 def _engine_tier(row: TierRow, model: AnyModelRow, target: TargetRow) -> Tier:
     assert isinstance(model, ModelRow)
     _, parameters = target.engines[row.model]
+    is_trtllm = isinstance(parameters, TensorRTLLMParameters)
     # An engine may take less than its model could.
     limit = parameters.max_seq_len if isinstance(parameters, TensorRTLLMParameters) else None
+    is_text = _is_llmapi(target.models[row.model])
     return Tier(
         name=row.name,
         model=row.model,
@@ -145,7 +147,11 @@ def _engine_tier(row: TierRow, model: AnyModelRow, target: TargetRow) -> Tier:
         context_window=limit or model.architecture.context_window,
         end_id=model.token_ids.end,
         pad_id=model.token_ids.pad,
-        tool_parser=row.tool_parser or model.tool_parser,
+        # Text engines leave out the control tokens that calls are written with.
+        tool_parser=None if is_text else row.tool_parser or model.tool_parser,
+        runtime="llmapi" if is_text else "engine",
+        has_guides=not is_trtllm,  # NVIDIA's xgrammar needs a file that nothing makes yet
+        num_instances=target.models[row.model].instance_count,
         input_price_per_million_tokens=row.input_price_per_million_tokens,
         output_price_per_million_tokens=row.output_price_per_million_tokens,
         generation=row.generation,

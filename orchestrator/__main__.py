@@ -1,4 +1,4 @@
-"""The command line: `python -m orchestrator serve|chat|keys`."""
+"""The command line: `python -m orchestrator serve|doctor|chat|keys`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from orchestrator.chat import ChatError, chat_loop, chat_once
 from orchestrator.config import ConfigError
 from orchestrator.limits import command
+from orchestrator.triton import doctor
 from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import FLAGS, LOOPBACK, Ports
 from orchestrator.triton.process import StartError
@@ -23,6 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m orchestrator", description="Real-time AI on NVIDIA Triton.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_serve(commands.add_parser("serve", help="run Triton, the gateway and the gRPC front from an artifact"))
+    doctor.add_arguments(
+        commands.add_parser("doctor", help="compare an artifact with its manifest and with this machine")
+    )
     _add_chat(commands.add_parser("chat", help="talk to a running server in the terminal"))
     command.add_arguments(commands.add_parser("keys", help="make, show and take back API keys"))
     options = parser.parse_args(arguments)
@@ -51,6 +55,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="logs and serve.json (default .run/<port>)")
     parser.add_argument(
         "--keys", type=Path, metavar="FILE", help="the API keys (`keys add` makes it); needed beyond loopback"
+    )
+    parser.add_argument(
+        "--backend-directory",
+        type=Path,
+        metavar="DIR",
+        help="further Triton backends, a folder each; they come before the installation's own of the same name",
     )
     parser.add_argument(
         "--drain-timeout-s",
@@ -109,6 +119,7 @@ def _serve(options: argparse.Namespace) -> None:
             allowed_hosts=tuple(options.allow_host),
             allowed_origins=tuple(options.allow_origin),
             keys=options.keys,
+            backend_directory=options.backend_directory,
         )
     )
 

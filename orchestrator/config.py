@@ -103,7 +103,9 @@ class Tier(Row):
     Its model is an engine of this server or, with `cloud`, somebody else's: then `model` is only the name callers use.
     `tokenizer` is a folder relative to tiers.toml with tokenizer.json and chat_template.jinja.
     `context_window` counts tokens of prompt and answer together. `tool_parser` is the format in which the model calls
-    tools; an engine's model without one takes none. Prices are in US dollars.
+    tools; an engine's model without one takes none. `runtime` "llmapi" is an engine of text (see
+    `orchestrator.text_engine`), `has_guides` says that it can be held to a schema, and `num_instances` are those of the
+    engine model. Prices are in US dollars.
 
     An engine that has been given a request and is silent for `first_token_timeout_s`, or between two tokens for
     `token_timeout_s`, has failed it. Left out they are the constants above; a cloud tier has its own in `cloud`.
@@ -116,6 +118,9 @@ class Tier(Row):
     end_id: Annotated[int, Field(ge=0)] | None = None
     pad_id: Annotated[int, Field(ge=0)] | None = None
     tool_parser: ToolFormat | None = None
+    runtime: Literal["engine", "llmapi"] = "engine"
+    has_guides: bool = True
+    num_instances: Annotated[int, Field(gt=0)] = 1
     input_price_per_million_tokens: Annotated[float, Field(ge=0)]
     output_price_per_million_tokens: Annotated[float, Field(ge=0)]
     first_token_timeout_s: Seconds | None = None

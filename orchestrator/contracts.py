@@ -213,29 +213,44 @@ ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
 
 # The contract of TensorRT-LLM 1.2.1's LLM-API model, in NVIDIA's order: no chat template is applied, and each answer
 # carries the whole text so far. Its metrics come as strings, whatever the types here say.
+TEXT_INPUT = TensorSpec("text_input", "TYPE_STRING", (-1,), optional=False)
+TEXT_STREAMING = TensorSpec("streaming", "TYPE_BOOL")
+TEXT_STOP = TensorSpec("stop", "TYPE_BOOL")
+SAMPLING_TEMPERATURE = TensorSpec("sampling_param_temperature", "TYPE_FP32")
+SAMPLING_TOP_K = TensorSpec("sampling_param_top_k", "TYPE_INT32")
+SAMPLING_TOP_P = TensorSpec("sampling_param_top_p", "TYPE_FP32")
+SAMPLING_FREQUENCY_PENALTY = TensorSpec("sampling_param_frequency_penalty", "TYPE_FP32")
+SAMPLING_PRESENCE_PENALTY = TensorSpec("sampling_param_presence_penalty", "TYPE_FP32")
+SAMPLING_MAX_TOKENS = TensorSpec("sampling_param_max_tokens", "TYPE_INT32")
+SAMPLING_SEED = TensorSpec("sampling_param_seed", "TYPE_UINT64")
+EXCLUDE_INPUT_FROM_OUTPUT = TensorSpec("sampling_param_exclude_input_from_output", "TYPE_BOOL")
+RETURN_FINISH_REASON = TensorSpec("return_finish_reason", "TYPE_BOOL")
+TEXT_OUTPUT = TensorSpec("text_output", "TYPE_STRING", (-1,))
+FINISH_REASON = TensorSpec("finish_reason", "TYPE_STRING", (-1,))
+
 TEXT_ENGINE_INPUTS: tuple[TensorSpec, ...] = (
-    TensorSpec("text_input", "TYPE_STRING", (-1,), optional=False),
-    TensorSpec("streaming", "TYPE_BOOL"),
+    TEXT_INPUT,
+    TEXT_STREAMING,
     TensorSpec("sampling_param_best_of", "TYPE_INT32"),
-    TensorSpec("sampling_param_temperature", "TYPE_FP32"),
-    TensorSpec("sampling_param_top_k", "TYPE_INT32"),
-    TensorSpec("sampling_param_top_p", "TYPE_FP32"),
-    TensorSpec("sampling_param_frequency_penalty", "TYPE_FP32"),
-    TensorSpec("sampling_param_presence_penalty", "TYPE_FP32"),
-    TensorSpec("sampling_param_max_tokens", "TYPE_INT32"),
+    SAMPLING_TEMPERATURE,
+    SAMPLING_TOP_K,
+    SAMPLING_TOP_P,
+    SAMPLING_FREQUENCY_PENALTY,
+    SAMPLING_PRESENCE_PENALTY,
+    SAMPLING_MAX_TOKENS,
     TensorSpec("sampling_param_stop", "TYPE_STRING", (-1,)),
-    TensorSpec("sampling_param_seed", "TYPE_UINT64"),
-    TensorSpec("sampling_param_exclude_input_from_output", "TYPE_BOOL"),
+    SAMPLING_SEED,
+    EXCLUDE_INPUT_FROM_OUTPUT,
     TensorSpec("sampling_param_return_perf_metrics", "TYPE_BOOL"),
-    TensorSpec("return_finish_reason", "TYPE_BOOL"),
+    RETURN_FINISH_REASON,
     TensorSpec("return_stop_reason", "TYPE_BOOL"),
     TensorSpec("return_cumulative_logprob", "TYPE_BOOL"),
-    TensorSpec("stop", "TYPE_BOOL"),
+    TEXT_STOP,
 )
 
 TEXT_ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
-    TensorSpec("text_output", "TYPE_STRING", (-1,)),
-    TensorSpec("finish_reason", "TYPE_STRING", (-1,)),
+    TEXT_OUTPUT,
+    FINISH_REASON,
     TensorSpec("stop_reason", "TYPE_STRING", (-1,)),
     TensorSpec("cumulative_logprob", "TYPE_FP32", (-1,)),
     TensorSpec("kv_cache_reused_block", "TYPE_INT32", (-1,)),

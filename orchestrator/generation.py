@@ -21,6 +21,7 @@ from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.text import TextStream
 from orchestrator.streaming.tokenizer import ChatTokenizer
 from orchestrator.streaming.tool_calls import ToolParser, create_tool_parser
+from orchestrator.text_engine import LLMAPI, check_text_request, write_prompt
 
 # Below it sampling is greedy in all but name, and logits divided by it overflow.
 MIN_TEMPERATURE = 1e-3
@@ -58,10 +59,24 @@ class Generation:
     async def run(self) -> None:
         check_tools(self._request, self._tier)
         guide = forced_call_guide(self._request) or self._request.guide
+        if guide is not None and not self._tier.has_guides:
+            raise InvalidRequestError(
+                f"{guide.param}: the model {self._tier.model!r} has no guided decoding; leave it out, or name another "
+                "model",
+                param=guide.param,
+            )
+        is_text = self._tier.runtime == LLMAPI
+        if is_text:
+            check_text_request(self._request, self._tier)
         input_ids = self._answer.input_ids
         if input_ids is None:
             input_ids = await tokenize(self._request, self._tokenizer, self._answer.num_request_bytes)
         first = build_engine_request(self._request, self._tier, input_ids, guide)
+        if is_text:
+            messages = self._request.messages if isinstance(self._request, ChatRequest) else []
+            rows = [template_message(each) for each in messages]
+            first = replace(first, prompt=write_prompt(self._request, rows, self._tokenizer, input_ids))
+            self._answer.is_estimated = True
         self._answer.num_prompt_tokens = len(input_ids)
         self._output.begin(self._answer, first.request_id)
         self._output.on_cancel(self._stop_all)
@@ -109,13 +124,22 @@ class Generation:
             choose_parser(self._request, self._tier),
             log_probs=self._request.wants_log_probs,
         )
-        ended_by_id = False
+        ended_by_id, said, is_cut = False, "", False
         self._raise_if_over()
         self._live.add(engine_request.request_id)
         try:
             async with aclosing(self._engines.stream(self._tier.model, engine_request)) as stream:
                 async for chunk in stream:
                     self._raise_if_over()
+                    if chunk.text is not None:
+                        if chunk.text and self._answer.first_token_s is None:
+                            self._answer.first_token_s = time.monotonic()
+                        said, is_cut = said + chunk.text, chunk.at_limit
+                        choice.num_tokens += bool(chunk.text)
+                        self._output.emit(choice, text.push_text(chunk.text))
+                        if text.is_stopped:
+                            break
+                        continue
                     token_ids = chunk.token_ids
                     if token_ids and token_ids[-1] == engine_request.end_id:
                         token_ids, ended_by_id = token_ids[:-1], True
@@ -129,7 +153,12 @@ class Generation:
             self._live.discard(engine_request.request_id)
         self._raise_if_over()  # a stopped engine ends its stream as if the answer were whole
         self._output.emit(choice, text.flush())
-        at_limit = choice.num_tokens >= engine_request.max_new_tokens and not ended_by_id and not text.is_stopped
+        limit = engine_request.max_new_tokens
+        if engine_request.prompt is not None:
+            # An answer that was cut has exactly as many as it may have; of the rest only the text is known.
+            choice.num_tokens = limit if is_cut else min(len(self._tokenizer.encode(said)), limit)
+            ended_by_id = not is_cut
+        at_limit = choice.num_tokens >= limit and not ended_by_id and not text.is_stopped
         if text.is_cut and not at_limit:
             raise EngineError("the model's tool call ended before its arguments did; ask again")
         self._output.end_choice(choice, "length" if at_limit else "tool_calls" if choice.calls else "stop")

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpc import aio
 from tritonclient.grpc import service_pb2
 
+from orchestrator.config import Tier
 from orchestrator.contracts import EMBEDDING_MODEL, ORCHESTRATOR_MODEL
-from orchestrator.wire import stop_request
+from orchestrator.wire import stop_request, stop_text_request
 
 TIMEOUT_S = 2.0
 
 
+def engines_of(tiers: Sequence[Tier]) -> dict[str, str]:
+    """The engine models behind `tiers`, and the runtime of each."""
+    return {tier.model: tier.runtime for tier in tiers if tier.cloud is None}
+
+
 async def find_not_ready(
-    stub: Any, engines: Sequence[str], models: Sequence[str] = (ORCHESTRATOR_MODEL, EMBEDDING_MODEL)
+    stub: Any, engines: Mapping[str, str], models: Sequence[str] = (ORCHESTRATOR_MODEL, EMBEDDING_MODEL)
 ) -> list[str]:
     """What is not ready: "triton", `models`, or names of `engines`; empty when all is.
 
@@ -34,14 +40,19 @@ async def find_not_ready(
                 not_ready.append(model)
     except aio.AioRpcError:
         return ["triton"]
-    return not_ready + [engine for engine in engines if not await _answers(stub, engine)]
+    return not_ready + [engine for engine, runtime in engines.items() if not await _answers(stub, engine, runtime)]
 
 
-async def _answers(stub: Any, engine: str) -> bool:
-    """Whether an engine model answers a stop for a request that does not exist, as the contract says it must."""
-    request = stop_request(engine, f"ready-{uuid.uuid4().hex}")
+async def _answers(stub: Any, engine: str, runtime: str) -> bool:
+    """Whether an engine model answers a stop for a request that does not exist, as the contract says it must.
+
+    An engine of text says that it was cancelled, any other one nothing.
+    """
+    make = stop_text_request if runtime == "llmapi" else stop_request
+    request = make(engine, f"ready-{uuid.uuid4().hex}")
     try:
         responses = stub.ModelStreamInfer(iter((request,)), timeout=TIMEOUT_S)
-        return not any([response.error_message async for response in responses])
+        errors = [response.error_message async for response in responses]
+        return bool(errors) if runtime == "llmapi" else not any(errors)
     except aio.AioRpcError:
         return False

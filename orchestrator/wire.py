@@ -37,6 +37,12 @@ def add_row(request: Any, spec: TensorSpec, *values: Any) -> None:
     request.raw_input_contents.append(struct.pack(f"<{len(values)}{_FORMATS[spec.dtype]}", *values))
 
 
+def add_values(request: Any, spec: TensorSpec, *values: Any) -> None:
+    """Add the tensor `spec` of shape [len(values)], for a model that does not batch."""
+    add_row(request, spec, *values)
+    request.inputs[-1].shape[:] = [len(values)]
+
+
 def add_string(request: Any, spec: TensorSpec, value: bytes, shape: tuple[int, ...] = (1,)) -> None:
     """Add the STRING tensor `spec`, one element of `shape`."""
     request.inputs.add(name=spec.name, datatype="BYTES", shape=shape)
@@ -51,6 +57,16 @@ def find_output(response: Any, spec: TensorSpec) -> bytes | None:
 def read_outputs(infer_response: Any) -> dict[str, bytes]:
     """The raw bytes of every output of a `ModelInferResponse`, by name."""
     return {output.name: raw for output, raw in zip(infer_response.outputs, infer_response.raw_output_contents)}
+
+
+def read_strings(raw: bytes) -> list[bytes]:
+    """The elements of a STRING tensor."""
+    elements, at = [], 0
+    while at < len(raw):
+        (size,) = struct.unpack_from("<I", raw, at)
+        elements.append(raw[at + 4 : at + 4 + size])
+        at += 4 + size
+    return elements
 
 
 def is_end(response: Any) -> bool:
@@ -82,4 +98,12 @@ def stop_request(model: str, request_id: str) -> Any:
     # Triton's core insists on the two required tensors, whatever they hold.
     add_row(request, contracts.INPUT_LENGTHS, 0)
     add_row(request, contracts.REQUEST_OUTPUT_LEN, 0)
+    return request
+
+
+def stop_text_request(model: str, request_id: str) -> Any:
+    """The same for a text engine, by NVIDIA's contract of the LLM-API model."""
+    request = new_request(model, request_id)
+    add_string(request, contracts.TEXT_INPUT, b"")
+    add_values(request, contracts.TEXT_STOP, True)
     return request

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from serving import Stack, running
+from serving import Stack, running, running_rendered
 
 ROOT = Path(__file__).parents[1]
+# A GPU target in whose artifact, behind stand-ins, the shared servers run their engines (`scripts/test --all`).
+TARGET = os.environ.get("TRITON_REALTIME_TEST_TARGET")
+
+
+def serve(source: Path, folder: Path) -> AbstractContextManager[Stack]:
+    """A server of the artifact `source`, or of `TARGET` with its engine."""
+    return running(source, folder) if TARGET is None else running_rendered(TARGET, source, folder)
 
 
 @pytest.fixture(scope="session")
@@ -29,14 +38,14 @@ def artifact() -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def scripted_stack(artifact: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A server whose engine does what the prompt says."""
-    with running(artifact("scripted"), tmp_path_factory.mktemp("scripted")) as stack:
+    with serve(artifact("scripted"), tmp_path_factory.mktemp("scripted")) as stack:
         yield stack
 
 
 @pytest.fixture(scope="session")
 def cpu_stack(artifact: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A server with the real language model."""
-    with running(artifact("cpu"), tmp_path_factory.mktemp("cpu")) as stack:
+    with serve(artifact("cpu"), tmp_path_factory.mktemp("cpu")) as stack:
         yield stack
 
 

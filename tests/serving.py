@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
+from standins.dress import dress, write_machine
 
+ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 60.0
 CHAT_PATH = "/v1/chat/completions"
 PORTS = ("port", "triton-http-port", "triton-grpc-port", "triton-metrics-port", "grpc-front-port")
@@ -221,6 +223,31 @@ def running(artifact: Path, run_dir: Path, *flags: str, **env: str) -> Iterator[
         yield stack
     finally:
         stack.stop()
+
+
+@contextmanager
+def running_rendered(target: str, source: Path, folder: Path, *flags: str) -> Iterator[Stack]:
+    """A server of a GPU target's configurations, behind stand-ins for NVIDIA's parts; engines as in artifact `source`.
+
+    Everything is made in `folder`.
+    """
+    artifact = folder / target
+    command = [sys.executable, "-m", "build", "--target", target, "--render-only", "--output", str(artifact)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
+    with running_dressed(artifact, source, folder, *flags) as stack:
+        yield stack
+
+
+@contextmanager
+def running_dressed(artifact: Path, source: Path, folder: Path, *flags: str) -> Iterator[Stack]:
+    """The same of an artifact that is rendered already."""
+    dress(artifact, source)
+    env = {
+        name: f"{path}:{os.environ.get(name, '')}" for name, path in write_machine(folder / "machine", artifact).items()
+    }
+    backends = f"--backend-directory={ROOT / 'tests' / 'standins'}"
+    with running(artifact, folder / "run", backends, *flags, **env) as stack:
+        yield stack
 
 
 def _descendants(pid: int) -> Iterator[int]:

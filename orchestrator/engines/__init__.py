@@ -50,18 +50,22 @@ class EngineRequest:
     log_probs: bool = False
     guide_type: str | None = None
     guide: str | None = None
+    prompt: str | None = None  # its text, for an engine of text
 
 
 class Chunk(NamedTuple):
     """New tokens of one request. The last chunk has `finished` true and may be empty; `error` ends it as failed.
 
-    `log_probs` holds the natural logarithm of each token's probability; None when the request did not ask.
+    `log_probs` holds the natural logarithm of each token's probability; None when the request did not ask. An engine of
+    text has no token ids: it gives `text`, and says itself when the answer was cut `at_limit`.
     """
 
     token_ids: list[int]
     finished: bool = False
     error: str | None = None
     log_probs: list[float] | None = None
+    text: str | None = None
+    at_limit: bool = False
 
 
 Deliver = Callable[[Chunk], None]

@@ -30,6 +30,7 @@ from orchestrator.gateway.metrics import CONTENT_TYPE, render_page
 from orchestrator.gateway.openapi import describe
 from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.pipeline import AUTO
+from orchestrator.readiness import engines_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def create_app(options: GatewayOptions) -> Guard:
     embedder = read_toml(options.artifact / "embedder.toml", Embedder)
     generators = dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])
     model_names = [AUTO, *generators, EMBEDDING_MODEL, embedder.name]
-    engines = list(dict.fromkeys(tier.model for tier in tiers if tier.cloud is None))
+    engines = engines_of(tiers)
     created = int((options.artifact / "manifest.json").stat().st_mtime)
     triton = TritonClient(options.triton_grpc_url)
     description = describe()

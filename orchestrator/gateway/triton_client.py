@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpc import aio
@@ -60,7 +60,7 @@ class TritonClient:
         except aio.AioRpcError as error:
             raise from_message(error.details() or error.code().name) from error
 
-    async def find_not_ready(self, engines: Sequence[str]) -> list[str]:
+    async def find_not_ready(self, engines: Mapping[str, str]) -> list[str]:
         """As `orchestrator.readiness.find_not_ready`."""
         return await find_not_ready(self._streams.stub, engines)
 

@@ -22,7 +22,7 @@ from orchestrator.grpc_front.checks import check_model, check_version
 from orchestrator.grpc_front.relay import StreamRelay, Upstream, infer, parse
 from orchestrator.infer_streams import InferStreams
 from orchestrator.limits.client import LimitsClient
-from orchestrator.readiness import find_not_ready
+from orchestrator.readiness import engines_of, find_not_ready
 from orchestrator.request import MAX_REQUEST_BYTES
 
 log = logging.getLogger("orchestrator.grpc_front")
@@ -101,9 +101,11 @@ class Server(cygrpc.AioServer):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Served:
-    """What the front must know of the artifact: its engine models, and the most texts that one request may hold."""
+    """What the front must know of the artifact: its engine models, with the runtime of each, and the most texts that
+    one request may hold.
+    """
 
-    engines: tuple[str, ...]
+    engines: dict[str, str]
     max_batch: int
 
     @classmethod
@@ -112,7 +114,7 @@ class Served:
         tiers = load_tiers(artifact / "tiers.toml").tier
         config = (artifact / "model_repository" / EMBEDDING_MODEL / "config.pbtxt").read_text(encoding="utf-8")
         max_batch = text_format.Parse(config, model_config_pb2.ModelConfig()).max_batch_size
-        return cls(tuple(dict.fromkeys(tier.model for tier in tiers if tier.cloud is None)), max_batch)
+        return cls(engines_of(tiers), max_batch)
 
 
 class Front:

@@ -50,6 +50,10 @@ class TextStream:
             text = self._push_with_log_probs(self._log_probs, token_ids, log_probs)
         return self._piece(self._stops.push(text))
 
+    def push_text(self, text: str) -> Piece:
+        """New text of an engine that has no tokens."""
+        return self._piece(self._stops.push(text))
+
     def flush(self) -> Piece:
         """What was held, when the answer ended."""
         piece = self._piece(self._stops.flush())

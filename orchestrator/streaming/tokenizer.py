@@ -80,6 +80,26 @@ class ChatTokenizer:
                 param="messages",
             ) from error
 
+    def write_chat(self, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> str:
+        """The prompt whose ids `encode_chat` gave, as a text for a tokenizer that adds its own first token.
+
+        Raises `InvalidRequestError` when no text has these ids: a control token in the messages would be one.
+        """
+        prompt = self._render(messages, [])
+        first = self._tokenizer.decode(list(token_ids[:1]), skip_special_tokens=False)
+        for text in (prompt.removeprefix(first), prompt):
+            if self.encode_whole(text) == token_ids:
+                return text
+        raise InvalidRequestError(
+            "messages: they hold the text of a control token, which this model would take for one; remove it",
+            param="messages",
+        )
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Token ids of `text` as a library gives them that is told nothing else: with the first token that is added."""
+        token_ids: list[int] = self._tokenizer.encode(text).ids
+        return token_ids
+
     def _render(self, messages: Any, tools: Any) -> str:
         return self._template.render(messages=messages, tools=tools, add_generation_prompt=True)
 

@@ -28,6 +28,7 @@ from orchestrator.errors import ApiError, OverloadedError
 from orchestrator.limits import create_gate
 from orchestrator.limits.operations import Operations
 from orchestrator.pipeline import Pipeline
+from orchestrator.text_engine import LLMAPI
 from orchestrator.triton.cancellation import CancellationWatcher
 from orchestrator.triton.complexity_client import create_classifier
 from orchestrator.triton.embedding_client import GrpcEmbedder
@@ -37,6 +38,7 @@ from orchestrator.triton.metrics import CacheMetrics, live_requests_gauge
 from orchestrator.triton.routing_metrics import RoutingMetrics
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
+from orchestrator.triton.text_client import EngineClients, GrpcTextClient
 
 # How often a live call is asked whether its caller left without a word, as gRPC clients do. The gateway says so.
 CANCELLATION_CHECK_PERIOD_S = 0.100
@@ -56,7 +58,11 @@ class OrchestratorModel:
         root = Path(args["model_repository"]).parent.parent  # <artifact>/model_repository/orchestrator
         tiers = load_tiers(root / "tiers.toml")
         url = os.environ.get(contracts.GRPC_URL_VARIABLE, contracts.DEFAULT_GRPC_URL)
-        self._engines = GrpcEngineClient(url)
+        self._engines = EngineClients(
+            GrpcEngineClient(url, {tier.model for tier in tiers.tier if tier.num_instances > 1}),
+            GrpcTextClient(url),
+            {tier.model for tier in tiers.tier if tier.runtime == LLMAPI},
+        )
         self._cloud = create_cloud_client(tiers.tier, os.environ)
         self._gate = create_gate(os.environ)
         self._embedder = self._metrics = self._store = cache = None

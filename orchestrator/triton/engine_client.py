@@ -9,8 +9,9 @@ that connect and leave were enough).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,23 @@ from orchestrator.errors import EngineError
 from orchestrator.infer_streams import InferStream, InferStreams
 from orchestrator.wire import add_row, add_string, find_output, is_end, new_request, stop_request
 
+# Triton hands a stop to any of a model's instances, and only one of them knows the request. When its stream has not
+# ended after this long, it is cancelled, which every backend sees; a stop that arrives takes a step.
+REPLICA_STOP_TIMEOUT_S = 0.050
+
 
 class GrpcEngineClient:
     """An `EngineClient` for one event loop."""
 
-    def __init__(self, url: str) -> None:
-        """`url` is host:port of Triton's gRPC service; nothing is sent before the first request."""
+    def __init__(self, url: str, replicated: Collection[str] = ()) -> None:
+        """`url` is host:port of Triton's gRPC service; nothing is sent before the first request.
+
+        `replicated` are the models that have several instances.
+        """
         self._streams = InferStreams(url)
+        self._replicated = frozenset(replicated)
         self._live: dict[str, InferStream] = {}
+        self._stopping: dict[str, asyncio.TimerHandle] = {}
 
     async def stream(self, model: str, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         stream = self._streams.borrow()
@@ -37,7 +47,12 @@ class GrpcEngineClient:
         try:
             await stream.send(build_request(model, request))
             while not ended:
-                response = await stream.receive()
+                try:
+                    response = await stream.receive()
+                except EngineError:
+                    if request.request_id in self._stopping:
+                        return  # given up, as a stopped engine ends
+                    raise
                 ended = is_end(response)
                 if response.error_message:
                     ended = True
@@ -55,12 +70,17 @@ class GrpcEngineClient:
                     await self.stop(model, request.request_id)
             del self._live[request.request_id]
             await stream.drain()
+            if timer := self._stopping.pop(request.request_id, None):
+                timer.cancel()
             await self._streams.give_back(stream)
 
     async def stop(self, model: str, request_id: str) -> None:
         # On the stream of the request itself: on another one it could come first, and stop nothing.
         if stream := self._live.get(request_id):
             await stream.send(stop_request(model, request_id))
+            if model in self._replicated and request_id not in self._stopping:
+                later = asyncio.get_running_loop().call_later
+                self._stopping[request_id] = later(REPLICA_STOP_TIMEOUT_S, stream.give_up)
 
     async def close(self) -> None:
         """End every stream."""

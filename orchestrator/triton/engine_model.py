@@ -110,6 +110,10 @@ class ChunkSender:
         self._cum_log_prob = 0.0
         self.is_cancelled = sender.is_cancelled
 
+    def log_probs_of(self, chunk: Chunk) -> list[float]:
+        """What a response with `chunk` says."""
+        return chunk.log_probs or []
+
     def send(self, chunk: Chunk) -> None:
         response = None
         if chunk.error is not None:
@@ -124,7 +128,7 @@ class ChunkSender:
             if chunk.log_probs is not None:
                 self._cum_log_prob += sum(chunk.log_probs)
                 cumulated = np.array([[self._cum_log_prob]], dtype=np.float32)  # [1, beam 1]
-                log_probs = np.array([[chunk.log_probs]], dtype=np.float32)  # [1, beam 1, generated tokens]
+                log_probs = np.array([[self.log_probs_of(chunk)]], dtype=np.float32)  # [1, beam 1, generated tokens]
                 tensors += [
                     pb_utils.Tensor(contracts.CUM_LOG_PROBS.name, cumulated),
                     pb_utils.Tensor(contracts.OUTPUT_LOG_PROBS.name, log_probs),

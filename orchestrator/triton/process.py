@@ -57,7 +57,14 @@ class Child:
     end in order; and because a hard stop must also reach what a child has started (Triton's Python stubs).
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self.name = name
         self.log = log
         self._needed: dict[int, str] = {}
@@ -66,6 +73,7 @@ class Child:
             self._process = subprocess.Popen(
                 command,
                 env=env,
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -95,13 +103,14 @@ class Child:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"{self.name} (pid {self.pid}) {how}\n{self._last_lines()}"
 
-    def needs_its_children(self) -> None:
-        """From now on the death of a process that it has started counts as its own.
+    def needs_its_children(self, generations: int = 1) -> None:
+        """From now on the death of a process that it has started counts as its own; of theirs too, with 2 generations.
 
         Triton waits forever for a Python model's process that was killed, and calls the model ready meanwhile.
         """
-        listings = Path("/proc", str(self.pid), "task").glob("*/children")
-        pids = [int(pid) for listing in listings for pid in _read_or_empty(listing).split()]
+        pids = _children(self.pid)
+        for _ in range(generations - 1):
+            pids += [child for pid in pids for child in _children(pid)]
         # Two words of the command line tell them apart: program, and for a stub its model.
         self._needed = {
             pid: " ".join(_read_or_empty(Path("/proc", str(pid), "cmdline")).split("\0")[:2]) for pid in pids
@@ -131,6 +140,11 @@ class Child:
         telling = [line for line in lines if not line.startswith(("|", "+-"))][-LOG_TAIL_LINES:]
         tail = "\n".join(f"  | {line}" for line in telling) or "  | (empty)"
         return f"last lines of {self.log}:\n{tail}"
+
+
+def _children(pid: int) -> list[int]:
+    listings = Path("/proc", str(pid), "task").glob("*/children")
+    return [int(child) for listing in listings for child in _read_or_empty(listing).split()]
 
 
 def _read_or_empty(path: Path) -> str:

@@ -54,10 +54,15 @@ class TritonInstall:
 
 @dataclass(frozen=True)
 class TritonLaunch:
-    """A command line and the whole environment to run it in. Never log `command`: it holds the key."""
+    """A command line, the whole environment and the folder to run it in. Never log `command`: it holds the key.
+
+    Triton's own children, which it cannot do without, are of this generation, counted from the command's.
+    """
 
     command: tuple[str, ...]
     env: Mapping[str, str]
+    folder: Path | None = None
+    generations: int = 1
 
 
 def find_triton(search_path: str, container: Path = Path("/opt/tritonserver")) -> TritonInstall:
@@ -94,8 +99,12 @@ def launch(
     restricted_key: str,
     exit_timeout_s: int,
     environ: Mapping[str, str],
+    more_backends: Path | None = None,
 ) -> TritonLaunch:
     """How to start `install` on loopback, serving `model_repository`, all models at boot and none after it.
+
+    It runs in the artifact, from which the engines' paths are relative. `more_backends` is a folder with a folder for
+    each further backend, or another one in the place of the installation's.
 
     Writes only below `backends_dir`. Neither it nor `model_repository` may have characters that mean something to a
     shell (`shell_safe`). `shm_prefix` begins the names of everything it puts into /dev/shm.
@@ -129,11 +138,29 @@ def launch(
     env["PATH"] = _search_path(Path(sys.executable).parent, environ.get("PATH"))
     env["PYTHONUNBUFFERED"] = "1"
     env[GRPC_URL_VARIABLE] = f"{LOOPBACK}:{ports.triton_grpc}"
+    if install.package is not None or more_backends is not None:
+        command.append(f"--backend-directory={_link_backends(install, more_backends, backends_dir)}")
     if install.package is not None:
-        command.append(f"--backend-directory={_link_backends(install.package, backends_dir)}")
-        libraries = [install.package.parents[1] / "nvidia_pytriton.libs", _libpython_folder()]
-        env["LD_LIBRARY_PATH"] = _search_path(*libraries, environ.get("LD_LIBRARY_PATH"))
-    return TritonLaunch(tuple(command), env)
+        env["LD_LIBRARY_PATH"] = _search_path(*library_folders(install), environ.get("LD_LIBRARY_PATH"))
+    return TritonLaunch(tuple(command), env, model_repository.parent)
+
+
+def library_folders(install: TritonInstall) -> list[Path]:
+    """Where the libraries are that it is linked with, beside the loader's own places.
+
+    Raises `StartError` when the Python stub's libpython cannot be found.
+    """
+    if install.package is None:
+        return []
+    folders = (install.package.parents[1] / "nvidia_pytriton.libs", _libpython_folder())
+    return [folder for folder in folders if folder is not None]
+
+
+def find_backends(install: TritonInstall, more_backends: Path | None) -> dict[str, Path]:
+    """The folder of each backend that `install` has, by name; those of `more_backends` come first."""
+    root = install.package or install.binary.parent.parent
+    folders = [root / "backends"] + ([] if more_backends is None else [more_backends])
+    return {path.name: path for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_dir()}
 
 
 @contextlib.contextmanager
@@ -168,18 +195,24 @@ def _wrong_python(source: str, supported: str) -> StartError:
     )
 
 
-def _link_backends(package: Path, backends_dir: Path) -> Path:
-    """A backend folder with the Python backend and this Python's stub; the package keeps its stubs apart."""
-    folder = backends_dir / "python"
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in [
-        *(package / "backends" / "python").glob("*.*"),
-        package / "python_backend_stubs" / _PYTHON / _STUB,
-    ]:
-        link = folder / file.name
-        link.unlink(missing_ok=True)
-        link.symlink_to(file)
-    return folder.parent
+def _link_backends(install: TritonInstall, more_backends: Path | None, backends_dir: Path) -> Path:
+    """One folder with all backends; nvidia-pytriton keeps the Python backend's stubs apart.
+
+    Links but for the Python backend: Triton refuses its library, for a backend written in Python, where a symbolic link
+    takes it out of its folder.
+    """
+    if backends_dir.is_dir():
+        shutil.rmtree(backends_dir)  # a run-dir is used again
+    backends_dir.mkdir(parents=True)
+    for name, backend in find_backends(install, more_backends).items():
+        folder = backends_dir / name
+        if name != "python":
+            folder.symlink_to(backend.absolute())
+            continue
+        shutil.copytree(backend, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        if install.package is not None and not (folder / _STUB).exists():
+            shutil.copy2(install.package / "python_backend_stubs" / _PYTHON / _STUB, folder)
+    return backends_dir
 
 
 def _search_path(*parts: Path | str | None) -> str:

@@ -1,6 +1,6 @@
 """`python -m orchestrator serve`: Triton, gateway and gRPC front as children, started, watched and stopped in order.
 
-Check artifact, ports and Triton; start Triton, wait until it is ready; the same with the two before it; watch.
+Check artifact, machine and ports; start Triton, wait until it is ready; the same with the two before it; watch.
 A signal: gateway and front drain and end, then Triton, and `serve` returns.
 A dead child: the others end, and `ChildDied` shows the last lines of the dead one's log.
 """
@@ -22,10 +22,12 @@ from pathlib import Path
 
 from orchestrator.config import ConfigError
 from orchestrator.limits.keys import KEYS_VARIABLE, read_keys
-from orchestrator.triton.artifact import Artifact, check_artifact
+from orchestrator.triton.artifact import Artifact, open_artifact
+from orchestrator.triton.doctor import check_health
 from orchestrator.triton.front import FrontOptions, is_loopback
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
 from orchestrator.triton.process import POLL_INTERVAL_S, Child, Cleaner, StartError
+from orchestrator.triton.ranks import choose_ranks, start_with
 from orchestrator.triton.server import TritonInstall, TritonLaunch, find_triton, launch, shell_safe
 
 READY_FILE = "serve.json"
@@ -46,8 +48,8 @@ class ChildDied(StartError):
 class ServeOptions:
     """What `serve` was asked for. A port of 0 becomes a free one; `run_dir` takes logs and `serve.json`.
 
-    `keys` is the file of API keys. `allowed_hosts` and `allowed_origins` are whom the gateway answers beside its own
-    address and its own pages.
+    `keys` is the file of API keys. `backend_directory` holds Triton backends beside those of the installation.
+    `allowed_hosts` and `allowed_origins` are whom the gateway answers beside its own address and its own pages.
     """
 
     artifact: Path
@@ -60,6 +62,7 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     keys: Path | None = None
+    backend_directory: Path | None = None
 
     def check_keys(self) -> None:
         """Raises `StartError` when the keys cannot be used, or when there are none and strangers could call."""
@@ -141,11 +144,12 @@ def serve(options: ServeOptions) -> None:
     Raises `StartError` when something keeps it from starting, `ChildDied` when a child ends by itself.
     """
     with Signals() as signals:
-        artifact = check_artifact(options.artifact)
+        artifact = open_artifact(options.artifact)
+        install = find_triton(os.environ.get("PATH", os.defpath))
+        check_health(artifact, install, options.backend_directory)
         options.front.check()
         options.check_keys()
         ports = settle(options.ports, options.host, options.front.host)
-        install = find_triton(os.environ.get("PATH", os.defpath))
         _say(f"serving {artifact.root} (target {artifact.target})")
         _say(f"Triton: {install.binary} (found in {install.source})")
         if options.front.warning:
@@ -163,7 +167,9 @@ def serve(options: ServeOptions) -> None:
                 restricted_key=secrets.token_urlsafe(),
                 exit_timeout_s=math.ceil(options.drain_timeout_s),
                 environ={**os.environ, KEYS_VARIABLE: str(options.keys.absolute()) if options.keys else ""},
+                more_backends=options.backend_directory,
             )
+            triton = start_with(triton, choose_ranks(artifact.manifest.trtllm_engines), cleaner.shm_prefix)
             gateway = gateway_command(artifact, options, ports, run_dir)
             front = options.front.command(artifact.root, ports, options.drain_timeout_s)
             supervise(triton, gateway, front, facts, options.drain_timeout_s, signals, cleaner)
@@ -214,11 +220,12 @@ def supervise(
         for name, command, env, is_ready in steps:
             if signals.count:
                 break
-            children.append(Child(name, command, facts.log(name), env))
+            folder = triton.folder if name == "triton" else None
+            children.append(Child(name, command, facts.log(name), env, folder))
             cleaner.watch(children[-1])
             _watch(children, signals, until=is_ready, timeout_s=START_TIMEOUT_S)
             if name == "triton":  # the gateway replaces a worker that died
-                children[-1].needs_its_children()
+                children[-1].needs_its_children(triton.generations)
         if not signals.count:
             _write_atomically(ready_file, facts.as_json())
             _say(facts.announce())

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from orchestrator.__main__ import main
+from orchestrator.manifest import Manifest
 from orchestrator.triton.artifact import Artifact
 from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
@@ -271,7 +272,7 @@ def test_a_hard_stop_reaches_what_a_child_started(tmp_path: Path) -> None:
 
 
 def test_the_gateway_is_told_whom_to_answer(tmp_path: Path) -> None:
-    artifact = Artifact(tmp_path, "scripted")
+    artifact = Artifact(tmp_path, Manifest(schema=1, target="scripted", files={}))
     options = ServeOptions(
         tmp_path, tmp_path, gateway_workers=3, allowed_hosts=("a", "b"), allowed_origins=("http://c",)
     )
@@ -300,7 +301,8 @@ def test_beyond_loopback_it_takes_keys(tmp_path: Path, options: dict[str, Any], 
     path.write_text('{"keys": []}')
     with_keys = ServeOptions(tmp_path, tmp_path, keys=path, **options)
     with_keys.check_keys()
-    assert "--with-keys" in gateway_command(Artifact(tmp_path, "scripted"), with_keys, Ports(), tmp_path)
+    artifact = Artifact(tmp_path, Manifest(schema=1, target="scripted", files={}))
+    assert "--with-keys" in gateway_command(artifact, with_keys, Ports(), tmp_path)
     ServeOptions(tmp_path, tmp_path, host="localhost", front=FrontOptions("::1")).check_keys()
 
 

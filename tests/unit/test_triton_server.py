@@ -44,7 +44,7 @@ def make_package(root: Path, monkeypatch: pytest.MonkeyPatch, stubs: tuple[str, 
         *(f"python_backend_stubs/{version}/triton_python_backend_stub" for version in stubs),
     ):
         (package / file).parent.mkdir(parents=True, exist_ok=True)
-        (package / file).touch()
+        (package / file).write_text(Path(file).parent.name)
     (root / "pytriton" / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.setattr(sys, "path", [str(root), *sys.path])
     monkeypatch.setattr(server.importlib.metadata, "version", lambda name: "0.7.0")
@@ -94,7 +94,9 @@ def test_wrong_python_for_the_package(tmp_path: Path, monkeypatch: pytest.Monkey
 # --- how it is started -------------------------------------------------------------------------------------
 
 
-def launch_at(tmp_path: Path, install: TritonInstall, environ: dict[str, str]) -> server.TritonLaunch:
+def launch_at(
+    tmp_path: Path, install: TritonInstall, environ: dict[str, str], more: Path | None = None
+) -> server.TritonLaunch:
     return launch(
         install,
         model_repository=tmp_path / "model_repository",
@@ -104,6 +106,7 @@ def launch_at(tmp_path: Path, install: TritonInstall, environ: dict[str, str]) -
         restricted_key="secret",
         exit_timeout_s=7,
         environ=environ,
+        more_backends=more,
     )
 
 
@@ -140,13 +143,34 @@ def test_the_package_gets_its_libraries_and_this_pythons_stub(tmp_path: Path, mo
         launched = launch_at(tmp_path, install, {"LD_LIBRARY_PATH": "/mine"})
     assert launched.env["LD_LIBRARY_PATH"] == f"{tmp_path}/nvidia_pytriton.libs:/python/lib:/mine"
     assert f"--backend-directory={tmp_path}/backends" in launched.command
-    links = {link.name: link.resolve() for link in (tmp_path / "backends" / "python").iterdir()}
-    assert set(links) == {
-        "libtriton_python.so",
-        "triton_python_backend_utils.py",
-        "triton_python_backend_stub",
+    files = {file.name: file.read_text() for file in (tmp_path / "backends" / "python").iterdir()}
+    assert files == {
+        "libtriton_python.so": "python",
+        "triton_python_backend_utils.py": "python",
+        "triton_python_backend_stub": THIS_PYTHON,
     }
-    assert links["triton_python_backend_stub"].parent.name == THIS_PYTHON
+
+
+@pytest.mark.parametrize("is_package", [False, True])
+def test_further_backends_stand_beside_the_installation_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_package: bool
+) -> None:
+    monkeypatch.setattr(server, "_libpython_folder", lambda: None)
+    if is_package:
+        package = make_package(tmp_path, monkeypatch)
+        install = TritonInstall(package / "bin" / "tritonserver", "", package)
+    else:
+        install = TritonInstall(make_install(tmp_path / "opt"), "PATH")
+    for name in ("tensorrt", "onnxruntime"):
+        (tmp_path / "more" / name).mkdir(parents=True)
+        (tmp_path / "more" / name / f"libtriton_{name}.so").touch()
+    for _ in range(2):
+        launched = launch_at(tmp_path, install, {}, tmp_path / "more")
+    assert f"--backend-directory={tmp_path}/backends" in launched.command
+    assert {path.name for path in (tmp_path / "backends").iterdir()} == {"python", "tensorrt", "onnxruntime"}
+    assert (tmp_path / "backends" / "tensorrt" / "libtriton_tensorrt.so").is_file()
+    assert (tmp_path / "backends" / "python" / "triton_python_backend_stub").is_file()
+    assert launched.folder == tmp_path
 
 
 def test_no_empty_search_path_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +242,7 @@ def test_a_damaged_artifact(artifact: Path, damage: object, message: str) -> Non
     damage(artifact)  # type: ignore[operator]
     with pytest.raises(StartError, match=re.escape(message)) as caught:
         check_artifact(artifact)
-    assert str(caught.value).endswith("\nfix: python -m build --target cpu --force")
+    assert re.search("\nfix: (copy it again, or )?python -m build --target cpu --force$", str(caught.value))
 
 
 def test_no_artifact(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""What the doctor asks the machine, behind a seam so that tests can be another one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+_QUERY = "name,compute_cap,memory.total,memory.free,driver_version"
+_TIMEOUT_S = 60
+
+
+class GpuFacts(NamedTuple):
+    """One GPU as `nvidia-smi` tells of it."""
+
+    name: str
+    sm: str
+    memory_mib: float
+    free_mib: float
+    driver: str
+
+
+class Machine(Protocol):
+    """A machine that an artifact may run on."""
+
+    def gpus(self) -> list[GpuFacts]:
+        """The GPUs by their numbers; empty where none can be used."""
+
+    def version(self, package: str) -> str | None:
+        """Of an installed Python package."""
+
+    def has_program(self, name: str) -> bool:
+        """Whether a program is in PATH."""
+
+    def missing_libraries(self, library: Path) -> list[str]:
+        """Names of the libraries that `library` is linked with and the loader does not find."""
+
+    def shared_memory_bytes(self) -> int:
+        """The size of /dev/shm."""
+
+
+class ThisMachine:
+    """The one we run on. `library_folders` are where the loader also looks for what Triton is linked with."""
+
+    def __init__(self, library_folders: Sequence[Path] = ()) -> None:
+        self._library_path = ":".join([*map(str, library_folders), os.environ.get("LD_LIBRARY_PATH", "")]).strip(":")
+
+    def gpus(self) -> list[GpuFacts]:
+        command = ("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
+        except (OSError, subprocess.SubprocessError):
+            return []
+        rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+        return [GpuFacts(name, sm, float(total), float(free), driver) for name, sm, total, free, driver in rows]
+
+    def version(self, package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def has_program(self, name: str) -> bool:
+        return shutil.which(name) is not None
+
+    def missing_libraries(self, library: Path) -> list[str]:
+        env = {**os.environ, "LD_LIBRARY_PATH": self._library_path}
+        try:
+            done = subprocess.run(("ldd", str(library)), capture_output=True, text=True, timeout=_TIMEOUT_S, env=env)
+        except (OSError, subprocess.SubprocessError):
+            return []
+        return re.findall(r"^\s*(\S+) => not found", done.stdout, re.MULTILINE)
+
+    def shared_memory_bytes(self) -> int:
+        try:
+            facts = os.statvfs("/dev/shm")
+        except OSError:
+            return 0
+        return facts.f_frsize * facts.f_blocks

@@ -1,0 +1,90 @@
+"""GPU targets, rendered and booted on the real Triton: NVIDIA's backend is its stand-in, an engine of ours answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import Stack, ask, running_rendered, script, wait_for
+
+TIERS = {"simple": "llm_small", "medium": "llm_small", "complex": "llm_large", "expert": "llm_large"}
+
+
+@pytest.fixture(scope="module", params=["l4", "h100"])
+def stack(
+    request: pytest.FixtureRequest, artifact: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
+    with running_rendered(request.param, artifact("scripted"), tmp_path_factory.mktemp(request.param)) as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_engine_answers(stack: Stack, tier: str) -> None:
+    answer = stack.stream(messages=script(text="One two three."), model=tier)
+    assert (answer.text, answer.finish_reason, answer.rt["model"]) == ("One two three.", "stop", TIERS[tier])
+    whole = stack.post(messages=script(text="One two three."), model=tier).json()
+    assert whole["choices"][0]["message"]["content"] == "One two three."
+    assert whole["usage"]["completion_tokens"] == 4
+
+
+def test_the_embedder_answers(stack: Stack) -> None:
+    body = {"model": "embedding", "input": ["Turn on dark mode.", "Switch to the dark theme."]}
+    answer = httpx.post(f"{stack.url}/v1/embeddings", json=body, timeout=30).json()
+    assert [len(each["embedding"]) for each in answer["data"]] == [384, 384]
+
+
+def test_it_says_that_it_is_ready(stack: Stack) -> None:
+    assert stack.get("/ready").status_code == 200
+
+
+def test_a_token_comes_when_it_is_made(stack: Stack) -> None:
+    answer = stack.stream(messages=script(text="a b c d e f", itl_ms=50), model="expert")
+    assert answer.deltas == ["a", " b", " c", " d", " e", " f"]
+    gaps_s = [later - earlier for earlier, later in zip(answer.came_s, answer.came_s[1:6])]
+    assert sorted(gaps_s)[len(gaps_s) // 2] == pytest.approx(0.050, abs=0.02)
+
+
+def test_characters_of_several_tokens_come_whole(stack: Stack) -> None:
+    answer = stack.stream(messages=script(text="héllo 你好 🙂", per_char=True), model="simple")
+    assert answer.text == "héllo 你好 🙂"
+    assert all("\ufffd" not in delta for delta in answer.deltas)
+
+
+def test_log_probabilities_that_nvidia_repeats_are_told_once(stack: Stack) -> None:
+    messages = script(token_ids=[[32], [33], [34]], log_probs=[-1.0, -2.0, -0.5], itl_ms=20)
+    answer = stack.stream(messages=messages, model="expert", logprobs=True)
+    choices = [event["choices"][0] for event in answer.events]
+    told = [each["logprob"] for choice in choices for each in (choice["logprobs"] or {}).get("content") or []]
+    assert told == [-1.0, -2.0, -0.5]
+
+
+def test_a_stop_string_ends_the_engine_s_work(stack: Stack) -> None:
+    answer = stack.stream(messages=script(text="a b c STOP " + "x " * 200, itl_ms=10), model="simple", stop=["STOP"])
+    assert (answer.text, answer.finish_reason) == ("a b c ", "stop")
+    wait_for(lambda: stack.num_live("llm_small") == 0, 1.0)
+
+
+def test_who_leaves_stops_the_engine_whichever_instance_it_is(stack: Stack) -> None:
+    """Triton hands the stop to any instance of the model; `h100` has two."""
+    for _ in range(6):
+        connection = stack.send(messages=script(text="x " * 300, itl_ms=20), model="simple", stream=True)
+        connection.recv(100)
+        connection.close()
+        left_s = time.monotonic()
+        wait_for(lambda: stack.num_live("orchestrator") == 0, 5.0)
+        assert time.monotonic() - left_s < 1.5
+
+
+def test_an_engine_s_failure_reaches_the_caller(stack: Stack) -> None:
+    answer = stack.stream(messages=script(text="a b c", fail_after=2), model="complex")
+    assert answer.error is not None and "the script says fail" in answer.error["message"]
+
+
+def test_a_prompt_beyond_the_engine_s_limit(stack: Stack) -> None:
+    """max_input_len is the engine's; the tier's window, prompt and answer, is what callers are told of."""
+    response = stack.post(messages=ask("word " * 20000), model="simple")
+    assert response.status_code == 400
+    assert "context window" in response.json()["error"]["message"]

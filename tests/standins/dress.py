@@ -1,0 +1,141 @@
+"""What `python -m build --render-only` leaves out, put into its artifact: stand-in engines, and a tokenizer.
+
+The configurations stay as they were rendered. The tokenizer is that of another artifact (`scripted` or `cpu`), whose
+engine also answers; so the artifact's tiers and the manifest's model rows get its token ids and vocabulary, and the
+manifest names the files that there are now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+from build.manifest import list_files
+from build.render import to_toml
+from orchestrator.config import load_tiers
+
+HERE = Path(__file__).resolve().parent
+VERSION = "1.2.1"
+PACKAGES = {"tensorrt_llm": VERSION, "tensorrt": "10.14.1.48"}
+
+
+def dress(artifact: Path, source: Path) -> None:
+    """Fill `artifact` with the parts of `source`; afterwards `serve --backend-directory tests/standins` runs it."""
+    manifest: dict[str, Any] = json.loads((artifact / "manifest.json").read_bytes())
+    origin: dict[str, Any] = json.loads((source / "manifest.json").read_bytes())
+    given = origin["row"]["models"]["llm_small"]
+    small = origin["models"][given["model"]]
+    repository, parts = artifact / "model_repository", source / "model_repository"
+    for name, model in manifest["row"]["models"].items():
+        parameters, version = model["parameters"], repository / name / "1"
+        if parameters is None:
+            continue
+        if parameters["engine"] != "tensorrt_llm":
+            for path in (parts / name / "1").iterdir():
+                if path.is_file() and not (version / path.name).exists():
+                    shutil.copyfile(path, version / path.name)
+            continue
+        for path in (parts / "llm_small" / "1").iterdir():
+            if path.is_dir() and path.name != "__pycache__":
+                shutil.copytree(path, version / path.name)
+        row = manifest["models"][model["model"]]
+        row["architecture"]["vocab_size"] = small["architecture"]["vocab_size"]
+        row["token_ids"] = small["token_ids"]
+        engine = {**given["parameters"], "vocab_size": small["architecture"]["vocab_size"]}
+        del engine["exclude_input_in_output"]
+        engine["context_window"] = min(parameters["max_seq_len"], small["architecture"]["context_window"])
+        if parameters["runtime"] == "engine":
+            write_engine(version / "engine", model, row["architecture"], engine)
+        else:
+            write_llmapi(version, engine)
+    tiers = load_tiers(artifact / "tiers.toml")
+    ids = {"end_id": small["token_ids"]["end"], "pad_id": small["token_ids"]["pad"]}
+    tiers = tiers.model_copy(update={"tier": [tier.model_copy(update=ids) for tier in tiers.tier]})
+    (artifact / "tiers.toml").write_text(to_toml(tiers.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
+    manifest.pop("render_only", None)
+    seal(artifact, manifest)
+
+
+def write_engine(folder: Path, model: dict[str, Any], architecture: dict[str, Any], engine: dict[str, Any]) -> None:
+    """An engine's folder as trtllm-build leaves it; `engine` is what its stand-in is told."""
+    parameters = model["parameters"]
+    mapping = {name: parameters[name] for name in ("tp_size", "pp_size")}
+    config = {
+        "version": VERSION,
+        "pretrained_config": {
+            "vocab_size": architecture["vocab_size"],
+            "num_hidden_layers": architecture["num_layers"],
+            "mapping": {"world_size": mapping["tp_size"] * mapping["pp_size"], **mapping},
+        },
+        "build_config": {
+            "max_batch_size": model["max_batch_size"],
+            **{name: parameters[name] for name in ("max_input_len", "max_seq_len", "max_num_tokens")},
+        },
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for rank in range(mapping["tp_size"] * mapping["pp_size"]):
+        (folder / f"rank{rank}.engine").write_text(json.dumps(_as_texts(engine)), encoding="utf-8")
+
+
+def write_llmapi(version: Path, engine: dict[str, Any]) -> None:
+    """The version folder of NVIDIA's LLM-API model, with the stand-in's model.py."""
+    for name in ("model.py", "helpers.py"):
+        (version / name).write_bytes((HERE / "llmapi" / "model.py").read_bytes() if name == "model.py" else b"")
+    shutil.copyfile(HERE.parent / "data" / "trtllm_models.json", version / "contract.json")
+    shutil.copytree(version / "tokenizer", version / "checkpoint" / "tokenizer")
+    (version / "checkpoint" / "standin.json").write_text(json.dumps(_as_texts(engine)), encoding="utf-8")
+    (version / "checkpoint" / "config.json").write_text("{}", encoding="utf-8")
+
+
+def _as_texts(engine: dict[str, Any]) -> dict[str, str]:
+    return {
+        key: str(value).lower() if isinstance(value, bool) else str(value)
+        for key, value in engine.items()
+        if value is not None
+    }
+
+
+def seal(artifact: Path, manifest: dict[str, Any] | None = None) -> None:
+    """Make the manifest, or the one given, name the files that there are."""
+    path = artifact / "manifest.json"
+    manifest = manifest or json.loads(path.read_bytes())
+    manifest["files"] = {
+        file.relative_to(artifact).as_posix(): {
+            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+            "bytes": file.stat().st_size,
+        }
+        for file in list_files(artifact)
+        if file != path
+    }
+    path.write_text(json.dumps(manifest, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def write_machine(folder: Path, artifact: Path) -> dict[str, str]:
+    """A machine as `artifact` wants it, for its programs and Python packages; returns the environment to see it in.
+
+    `nvidia-smi` tells of the row's GPUs, `mpirun` runs the first of its programs, and the container's packages have
+    their versions. To be put before PATH and PYTHONPATH.
+    """
+    row = json.loads((artifact / "manifest.json").read_bytes())["row"]
+    gpu, container = row["gpu"], row["container"]
+    programs, packages = folder / "bin", folder / "packages"
+    programs.mkdir(parents=True)
+    line = f"{gpu['name']}, {gpu['sm']}, {gpu['memory_mib']}, {gpu['memory_mib'] - 500}, {container['driver']}"
+    _write_program(programs / "nvidia-smi", f"for i in $(seq {gpu['count']}); do echo '{line}'; done")
+    _write_program(programs / "mpirun", 'shift 3; export OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0; exec "$@"')
+    _write_program(programs / "trtllm-llmapi-launch", 'exec "$@"')
+    for package, version in PACKAGES.items():
+        info = packages / f"{package}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    return {"PATH": str(programs), "PYTHONPATH": str(packages)}
+
+
+def _write_program(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
