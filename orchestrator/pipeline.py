@@ -20,7 +20,7 @@ from orchestrator.cache.stage import AnswerCache, Hit, Query
 from orchestrator.cache.stored import StoredAnswer, join_pieces
 from orchestrator.call import Call
 from orchestrator.cloud.generation import CloudClient, CloudGeneration
-from orchestrator.config import Tier, Tiers
+from orchestrator.config import Tier, Tiers, split_model, with_adapter
 from orchestrator.errors import (
     ApiError,
     CancelledError,
@@ -142,8 +142,9 @@ class Pipeline:
             )
 
     def _tiers_of(self, name: str) -> list[Tier]:
-        """Those that a request's `model` may mean, from cheap to dear."""
-        return [tier for tier in self._tiers if name in (AUTO, tier.name, tier.model)]
+        """Those that a request's `model` may mean, from cheap to dear; with the adapter on that it names."""
+        base, adapter = split_model(name)
+        return with_adapter([tier for tier in self._tiers if base in (AUTO, tier.name, tier.model)], adapter)
 
     def _route(self, request: Request, key: Key) -> Tier:
         """The tier that `model` names, or whose model it names; "auto" is the cheapest until routing exists.
@@ -156,6 +157,14 @@ class Pipeline:
                 return tier
         if named:
             raise not_allowed(key, request.model)
+        base, adapter = split_model(request.model)
+        if adapter is not None and (bases := self._tiers_of(base)):
+            known = ", ".join(dict.fromkeys(f"{base}:{each.name}" for tier in bases for each in tier.adapters))
+            raise ModelNotFoundError(
+                f"model: {shorten(base)} has no adapter {shorten(adapter)}; "
+                + (f"one of {known}" if known else "its engine takes none"),
+                param="model",
+            )
         names = [AUTO, *dict.fromkeys(name for tier in self._tiers for name in (tier.name, tier.model))]
         raise ModelNotFoundError(
             f"model: {shorten(request.model)} does not exist; one of {', '.join(names)}", param="model"
@@ -189,7 +198,9 @@ class Pipeline:
             # Where several tiers may answer, which of them do is the key's right: only its equals share its answers.
             tiers = self._tiers_of(request.model)
             versions = [self._versions[tier.name] for tier in tiers if may_use(key, tier.name)]
-            query = self._cache.read(request, Origin(key.tenant, request.model, template="-".join(versions)), control)
+            adapter = split_model(request.model)[1] or ""
+            origin = Origin(key.tenant, request.model, adapter, template="-".join(versions))
+            query = self._cache.read(request, origin, control)
         if query is None and control.only_if_cached:
             raise NotCachedError(f"{HEADER}: only-if-cached, but a request like this one is not cached")
         return query
