@@ -98,6 +98,13 @@ class NGram(Row):
 Speculation = Lookahead | DraftTarget | Medusa | Eagle | NGram
 
 
+class AdapterRow(Row):
+    """A LoRA adapter as PEFT saves it; callers choose it by `model:name`."""
+
+    name: Name
+    checkpoint: Checkpoint
+
+
 class TensorRTLLMParameters(Row):
     """Engine `tensorrt_llm`: TensorRT-LLM, as a compiled engine behind NVIDIA's C++ backend (`runtime` "engine") or as
     its PyTorch runtime behind NVIDIA's Python model ("llmapi"). What cannot go together is in `build.pairs`.
@@ -106,7 +113,8 @@ class TensorRTLLMParameters(Row):
     is the 16 bits of the activations. `gpu_device_ids` are those of all instances, one after another, each `tp_size` x
     `pp_size` of them. `max_input_len` and `max_seq_len` (prompt and answer) count the tokens of one request,
     `max_num_tokens` those of one step over all requests. `kv_cache_share` is the engine's part of the memory that
-    weights and reserves leave free on its GPUs: all engines on a GPU share it.
+    weights and reserves leave free on its GPUs: all engines on a GPU share it. `adapters` may be put on the engine,
+    each of a rank up to `max_lora_rank`.
     """
 
     engine: Literal["tensorrt_llm"]
@@ -128,6 +136,8 @@ class TensorRTLLMParameters(Row):
     gemm_plugin: Literal["auto", "fp8", "disable"]
     multiple_profiles: bool
     speculation: Annotated[Speculation, Field(discriminator="method")] | None = None
+    adapters: Annotated[list[AdapterRow], Field(default_factory=list)]
+    max_lora_rank: Annotated[int, Field(gt=0, le=64)] | None = None  # the backend's default of its largest is 64
 
     @property
     def world_size(self) -> int:

@@ -22,6 +22,8 @@ AWQ_BLOCK = 128  # quantize.py --awq_block_size
 SIXTEEN_BITS = ("bf16", "fp16")
 # The engine workflow ends with 1.3.0rc20 (release notes); its flags here are those of 1.2.
 ENGINE_VERSIONS = "1.2."
+# Its contract here is that of 1.2.1; earlier, cancelled requests piled up (TensorRT-LLM#8131).
+FIRST_LLMAPI = (1, 2)
 
 
 def check_pairs(target: TargetRow, models: Mapping[str, AnyModelRow]) -> None:
@@ -68,11 +70,20 @@ def _machine_faults(
         )
     if len(set(ids)) != len(ids) or max(ids) >= gpu.count:
         yield f"parameters.gpu_device_ids is {ids}; allowed: each of 0 to {gpu.count - 1} (gpu.count) at most once"
+    if parameters.runtime == "llmapi" and _as_numbers(container.tensorrt_llm) < FIRST_LLMAPI:
+        yield (
+            f"parameters.runtime is 'llmapi', but container.tensorrt_llm is {container.tensorrt_llm}; earlier than 1.2 "
+            "its cancelled requests pile up; take an image with 1.2 or later"
+        )
     if parameters.runtime == "engine" and not container.tensorrt_llm.startswith(ENGINE_VERSIONS):
         yield (
             f"parameters.runtime is 'engine', but container.tensorrt_llm is {container.tensorrt_llm}; engines are "
             "built by 1.2 alone here; set runtime = 'llmapi', or an image with 1.2"
         )
+
+
+def _as_numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
 
 
 def _model_faults(
@@ -133,7 +144,22 @@ def _limit_faults(parameters: TensorRTLLMParameters, settings: TritonModel, mode
         )
 
 
+def _adapter_faults(parameters: TensorRTLLMParameters) -> Iterator[str]:
+    if bool(parameters.adapters) != (parameters.max_lora_rank is not None):
+        yield "parameters.max_lora_rank goes with parameters.adapters: both or neither"
+    names = [adapter.name for adapter in parameters.adapters]
+    if len(set(names)) < len(names):
+        yield f"parameters.adapters: {names}; each name once"
+    # NVIDIA's template has lora_weights in FP16, so the plugin computes in it.
+    if parameters.adapters and parameters.precision in ("bf16", "fp8"):
+        yield (
+            f"parameters.adapters with precision {parameters.precision!r}, whose activations are bfloat16; adapters "
+            "are FP16 in NVIDIA's contract; allowed: 'fp16', 'int8_sq', 'int8_wo', 'int4_awq', 'int4_wo', 'w4a8_awq'"
+        )
+
+
 def _engine_faults(parameters: TensorRTLLMParameters, settings: TritonModel) -> Iterator[str]:
+    yield from _adapter_faults(parameters)
     # Both from tensorrt_llm/builder.py and the attention plugin: "Paged Context FMHA doesn't work with int8 kv cache",
     # "FP8 Paged Context FMHA only works with fp8 quantization workflow". Reuse and chunks need paged context FMHA.
     needing = [key for key in ("enable_kv_cache_reuse", "enable_chunked_context") if getattr(parameters, key)]
@@ -172,6 +198,8 @@ def _llmapi_faults(parameters: TensorRTLLMParameters, settings: TritonModel) -> 
         )
     if parameters.kv_cache_precision == "int8":
         yield "parameters.kv_cache_precision is 'int8'; kv_cache_config.dtype of runtime 'llmapi' takes 'auto' or 'fp8'"
+    if parameters.adapters or parameters.max_lora_rank is not None:
+        yield "parameters.adapters: the contract of runtime 'llmapi' has no adapters in 1.2; allowed with 'engine'"
     if settings.instance_count != 1:
         yield (
             f"instance_count is {settings.instance_count}; several instances of runtime 'llmapi' need NVIDIA's "

@@ -13,9 +13,16 @@ from build.bert_onnx import write_bert_onnx
 from build.checkpoint_tokenizer import copy_tokenizer
 from build.complexity_onnx import write_complexity_onnx
 from build.e5_file import read_e5
-from build.engine_rows import ComplexityParameters, EmbedderParameters, EngineParameters, TensorRTLLMParameters
+from build.engine_rows import (
+    AdapterRow,
+    ComplexityParameters,
+    EmbedderParameters,
+    EngineParameters,
+    TensorRTLLMParameters,
+)
 from build.fetch import cached_path, fetch
 from build.gpu_rows import Container, Gpu
+from build.lora import write_lora
 from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow, PackagedFile
 from build.openvino_ir import write_openvino_ir
 from build.products import Product
@@ -188,6 +195,14 @@ def install_llmapi(job: Job) -> None:
             shutil.copytree(product.path(job.cache), job.folder / name, ignore=shutil.ignore_patterns(".*"))
 
 
+def install_adapters(job: Job) -> None:
+    """`lora/<name>/`: the two tensors of each adapter."""
+    for adapter in job.trtllm.adapters:
+        source = trtllm.fetch_adapter(adapter).path(job.cache)
+        rank = job.trtllm.max_lora_rank or 0
+        write_lora(source, job.llm.architecture, rank, job.folder / "lora" / adapter.name)
+
+
 def _command(name: str, product: Callable[[Job], Product | None]) -> Step:
     """A step that makes a product."""
 
@@ -257,8 +272,17 @@ def make_job(name: str, target: TargetRow, models: Mapping[str, AnyModelRow], fo
 
 def steps_of(job: Job) -> tuple[Step, ...]:
     """The steps of a job, in order."""
-    assert job.settings.parameters is not None
-    return recipe_of(job.settings.parameters).steps
+    parameters = job.settings.parameters
+    assert parameters is not None
+    steps = recipe_of(parameters).steps
+    if not isinstance(parameters, TensorRTLLMParameters) or not parameters.adapters:
+        return steps
+    fetches = [_fetch_adapter(adapter) for adapter in parameters.adapters]
+    return (*fetches, *steps, Step("install adapters", install_adapters))
+
+
+def _fetch_adapter(adapter: AdapterRow) -> Step:
+    return _command(f"fetch adapter {adapter.name}", lambda job: trtllm.fetch_adapter(adapter))
 
 
 def find_products(job: Job) -> Iterator[tuple[Step, Product]]:

@@ -20,7 +20,7 @@ from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow
 from build.plan import EnginePlan
 from build.render_trtllm import backend_parameters, llmapi_parameters
 from build.rows import TargetRow, TierRow, TritonModel
-from orchestrator.config import Embedder, Tier, Tiers
+from orchestrator.config import Adapter, Embedder, Tier, Tiers
 
 
 def render_config(
@@ -152,6 +152,7 @@ def _engine_tier(row: TierRow, model: AnyModelRow, target: TargetRow) -> Tier:
         runtime="llmapi" if is_text else "engine",
         has_guides=not is_trtllm,  # NVIDIA's xgrammar needs a file that nothing makes yet
         num_instances=target.models[row.model].instance_count,
+        adapters=_adapters(row.model, parameters) if isinstance(parameters, TensorRTLLMParameters) else [],
         input_price_per_million_tokens=row.input_price_per_million_tokens,
         output_price_per_million_tokens=row.output_price_per_million_tokens,
         generation=row.generation,
@@ -159,6 +160,13 @@ def _engine_tier(row: TierRow, model: AnyModelRow, target: TargetRow) -> Tier:
         first_token_timeout_s=row.first_token_timeout_s,
         token_timeout_s=row.token_timeout_s,
     )
+
+
+def _adapters(engine: str, parameters: TensorRTLLMParameters) -> list[Adapter]:
+    return [
+        Adapter(name=each.name, task_id=number, folder=f"model_repository/{engine}/1/lora/{each.name}")
+        for number, each in enumerate(parameters.adapters, 1)
+    ]
 
 
 def to_toml(table: Mapping[str, Any], path: str = "") -> str:

@@ -47,6 +47,13 @@ def backend_parameters(name: str, parameters: TensorRTLLMParameters, plan: Engin
             "lookahead_ngram_size": parameters.speculation.ngram_size,
             "lookahead_verification_set_size": parameters.speculation.verification_set_size,
         }
+    if parameters.max_lora_rank is not None:
+        # The fraction is NVIDIA's default; `kv_cache_share` leaves as much.
+        values |= {
+            "lora_cache_max_adapter_size": parameters.max_lora_rank,
+            "lora_cache_optimal_adapter_size": min(parameters.max_lora_rank, 8),
+            "lora_cache_gpu_memory_fraction": 0.05,
+        }
     return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
 
 

@@ -14,9 +14,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from build.engine_rows import DraftTarget, Eagle, Lookahead, Medusa, TensorRTLLMParameters
+from build.engine_rows import AdapterRow, DraftTarget, Eagle, Lookahead, Medusa, TensorRTLLMParameters
 from build.errors import BuildError
 from build.gpu_rows import Container, Gpu
+from build.lora import MODULES as LORA_MODULES
 from build.model_rows import Checkpoint, ModelRow
 from build.pairs import AWQ_BLOCK, SIXTEEN_BITS
 from build.products import InCache, Output, Product
@@ -51,6 +52,17 @@ def fetch_draft(checkpoint: Checkpoint) -> Product:
         words=("hf", "download", checkpoint.repo, "--revision", checkpoint.revision, "--local-dir", Output()),
         versions={},
         files=("config.json",),
+    )
+
+
+def fetch_adapter(adapter: AdapterRow) -> Product:
+    """A LoRA adapter as PEFT saves it."""
+    checkpoint = adapter.checkpoint
+    return Product(
+        name=f"adapter-{checkpoint.repo.replace('/', '--').lower()}",
+        words=("hf", "download", checkpoint.repo, "--revision", checkpoint.revision, "--local-dir", Output()),
+        versions={},
+        files=("adapter_config.json", "adapter_model.safetensors"),
     )
 
 
@@ -117,6 +129,9 @@ def build_engine(
     if parameters.speculation is not None:
         words += ("--speculative_decoding_mode", MODES[type(parameters.speculation)])
         words += ("--max_draft_len", str(parameters.max_draft_len))
+    if parameters.max_lora_rank is not None:
+        words += ("--lora_plugin", "float16", "--max_lora_rank", str(parameters.max_lora_rank))
+        words += ("--lora_target_modules", *(name for name, _ in LORA_MODULES.values()))
     return Product(
         name=f"engine-{model.name}-{parameters.precision}",
         words=words,

@@ -7,6 +7,7 @@ the value and what is allowed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -97,6 +98,18 @@ class Cloud(Row):
         return self
 
 
+class Adapter(Row):
+    """A LoRA adapter of a tier's model: callers ask for `model:name`.
+
+    `folder`, relative to tiers.toml, holds its two tensors (`orchestrator.triton.lora`); `task_id` is its number in the
+    engine's cache of adapters.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    task_id: Annotated[int, Field(gt=0, lt=2**63)]
+    folder: str
+
+
 class Tier(Row):
     """One tier: where a request of some complexity goes, and on what terms.
 
@@ -105,7 +118,8 @@ class Tier(Row):
     `context_window` counts tokens of prompt and answer together. `tool_parser` is the format in which the model calls
     tools; an engine's model without one takes none. `runtime` "llmapi" is an engine of text (see
     `orchestrator.text_engine`), `has_guides` says that it can be held to a schema, and `num_instances` are those of the
-    engine model. Prices are in US dollars.
+    engine model. `adapters` are what may be put on it; `adapter` is the one of them that a request chose, and in no
+    file. Prices are in US dollars.
 
     An engine that has been given a request and is silent for `first_token_timeout_s`, or between two tokens for
     `token_timeout_s`, has failed it. Left out they are the constants above; a cloud tier has its own in `cloud`.
@@ -121,6 +135,8 @@ class Tier(Row):
     runtime: Literal["engine", "llmapi"] = "engine"
     has_guides: bool = True
     num_instances: Annotated[int, Field(gt=0)] = 1
+    adapters: list[Adapter] = []
+    adapter: Annotated[Adapter | None, Field(exclude=True)] = None
     input_price_per_million_tokens: Annotated[float, Field(ge=0)]
     output_price_per_million_tokens: Annotated[float, Field(ge=0)]
     first_token_timeout_s: Seconds | None = None
@@ -136,6 +152,12 @@ class Tier(Row):
                 raise ValueError(
                     f"{field}: required for a tier with an engine model, and for no other; a cloud tier leaves it out"
                 )
+        if self.adapters and (self.cloud is not None or self.runtime == "llmapi"):
+            raise ValueError("adapters: only engines of token ids take them; leave them out")
+        if len({each.name for each in self.adapters}) < len(self.adapters):
+            raise ValueError("adapters: two have one name")
+        if len({each.task_id for each in self.adapters}) < len(self.adapters):
+            raise ValueError("adapters: two have one task_id")
         if self.cloud is not None and self.tool_parser is not None:
             raise ValueError("tool_parser: an API takes tools by itself; a cloud tier leaves it out")
         for field in ("first_token_timeout_s", "token_timeout_s"):
@@ -147,6 +169,20 @@ class Tier(Row):
     def backend(self) -> str:
         """Who answers: tiers of one engine share its fate, a cloud tier has its own."""
         return self.model if self.cloud is None else self.name
+
+
+def split_model(name: str) -> tuple[str, str | None]:
+    """What a request calls `model`, and the adapter that it asks for after a colon."""
+    base, colon, adapter = name.partition(":")
+    return base, adapter if colon else None
+
+
+def with_adapter(tiers: Sequence[Tier], adapter: str | None) -> list[Tier]:
+    """Those of `tiers` that have the adapter, with it put on; all of them if None is wanted."""
+    if adapter is None:
+        return list(tiers)
+    found = [(tier, each) for tier in tiers for each in tier.adapters if each.name == adapter]
+    return [tier.model_copy(update={"adapter": each}) for tier, each in found]
 
 
 class Embedder(Row):

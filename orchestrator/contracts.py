@@ -110,6 +110,10 @@ RETURN_LOG_PROBS = _scalar("return_log_probs", "TYPE_BOOL")
 # Word lists, [2, n]: row 0 the token ids of all words one after the other, row 1 where each word ends, then -1.
 STOP_WORDS_LIST = _vector("stop_words_list", "TYPE_INT32", 2, -1)
 BAD_WORDS_LIST = _vector("bad_words_list", "TYPE_INT32", 2, -1)
+LORA_TASK_ID = _scalar("lora_task_id", "TYPE_UINT64")
+# An adapter's matrices, a row for each of its modules in each layer, and of each row module id, layer and rank.
+LORA_WEIGHTS = _vector("lora_weights", "TYPE_FP16", -1, -1)
+LORA_CONFIG = _vector("lora_config", "TYPE_INT32", -1, 3)
 GUIDED_DECODING_GUIDE_TYPE = _vector("guided_decoding_guide_type", "TYPE_STRING", 1)
 GUIDED_DECODING_GUIDE = _vector("guided_decoding_guide", "TYPE_STRING", 1)
 
@@ -167,9 +171,9 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
     _vector("cross_attention_mask", "TYPE_BOOL", -1, -1),
     _vector("mrope_rotary_cos_sin", "TYPE_FP32"),
     _vector("mrope_position_deltas", "TYPE_INT64", 1),
-    _scalar("lora_task_id", "TYPE_UINT64"),
-    _vector("lora_weights", "TYPE_FP16", -1, -1),
-    _vector("lora_config", "TYPE_INT32", -1, 3),
+    LORA_TASK_ID,
+    LORA_WEIGHTS,
+    LORA_CONFIG,
     _vector("context_phase_params", "TYPE_UINT8"),
     _vector("skip_cross_attn_blocks", "TYPE_BOOL", 1),
     _vector("retention_token_range_starts", "TYPE_INT32"),

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from orchestrator.answer import Answer, Output
 from orchestrator.config import Tier, ToolFormat
-from orchestrator.engines import TRY_AGAIN, Chunk, EngineRequest
+from orchestrator.engines import TRY_AGAIN, Chunk, EngineRequest, Lora
 from orchestrator.errors import EngineError, InvalidRequestError, OverloadedError, shorten
 from orchestrator.request import ChatRequest, Guide, Message, Request, ToolChoice
 from orchestrator.schemas import check_schema
@@ -339,6 +339,7 @@ def build_engine_request(request: Request, tier: Tier, input_ids: list[int], gui
         log_probs=request.wants_log_probs,
         guide_type=None if guide is None else guide.type,
         guide=None if guide is None else guide.text,
+        lora=None if tier.adapter is None else Lora(tier.adapter.task_id, tier.adapter.folder),
     )
 
 

@@ -20,7 +20,7 @@ from orchestrator.cache.stage import AnswerCache, Embed, Hit, Query
 from orchestrator.cache.stored import StoredAnswer, join_pieces
 from orchestrator.call import Call
 from orchestrator.cloud.generation import CloudClient
-from orchestrator.config import Tier, Tiers
+from orchestrator.config import Tier, Tiers, split_model, with_adapter
 from orchestrator.dispatch import Classify, Dispatch, Job, Sized, digest_folder
 from orchestrator.errors import (
     ApiError,
@@ -87,7 +87,8 @@ class Pipeline:
             output = ride.output = CallerOutput(call, request)
             query = self._read_query(call, request, key, tiers)
             ends_at_s = find_end_s(call, key)
-            job = Job(request, len(call.body), tiers, request.model == AUTO, key.priority, ends_at_s)
+            is_auto = split_model(request.model)[0] == AUTO
+            job = Job(request, len(call.body), tiers, is_auto, key.priority, ends_at_s)
             with ending(call, ends_at_s):
                 await self._reserve(ride, job)
                 hit = None if query is None or self._cache is None else await self._cache.find_exact(query)
@@ -127,17 +128,30 @@ class Pipeline:
                 f"x-request-id: must be {REQUEST_ID_RULE} (got {shorten(name)})", param="x-request-id"
             )
 
+    def _tiers_of(self, name: str) -> list[Tier]:
+        """Those that a request's `model` may mean, from cheap to dear; with the adapter on that it names."""
+        base, adapter = split_model(name)
+        return with_adapter([tier for tier in self._tiers if base in (AUTO, tier.name, tier.model)], adapter)
+
     def _find_tiers(self, request: Request, key: Key) -> list[Tier]:
         """Those that may answer, from cheap to dear: for "auto" all, else those that `model` names, or whose model.
 
         The key must allow them; raises `NotAllowedError` when it allows none.
         """
-        named = [tier for tier in self._tiers if request.model in (AUTO, tier.name, tier.model)]
+        named = self._tiers_of(request.model)
         allowed = [tier for tier in named if may_use(key, tier.name)]
         if allowed:
             return allowed
         if named:
             raise not_allowed(key, request.model)
+        base, adapter = split_model(request.model)
+        if adapter is not None and (bases := self._tiers_of(base)):
+            known = ", ".join(dict.fromkeys(f"{base}:{each.name}" for tier in bases for each in tier.adapters))
+            raise ModelNotFoundError(
+                f"model: {shorten(base)} has no adapter {shorten(adapter)}; "
+                + (f"one of {known}" if known else "its engine takes none"),
+                param="model",
+            )
         names = [AUTO, *dict.fromkeys(name for tier in self._tiers for name in (tier.name, tier.model))]
         raise ModelNotFoundError(
             f"model: {shorten(request.model)} does not exist; one of {', '.join(names)}", param="model"
@@ -166,7 +180,9 @@ class Pipeline:
         if self._cache is not None:
             # Where several tiers may answer, which of them do is the key's right: only its equals share its answers.
             versions = [self._versions[tier.name] for tier in tiers]
-            query = self._cache.read(request, Origin(key.tenant, request.model, template="-".join(versions)), control)
+            adapter = split_model(request.model)[1] or ""
+            origin = Origin(key.tenant, request.model, adapter, template="-".join(versions))
+            query = self._cache.read(request, origin, control)
         if query is None and control.only_if_cached:
             raise NotCachedError(f"{HEADER}: only-if-cached, but a request like this one is not cached")
         return query

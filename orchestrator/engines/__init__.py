@@ -21,6 +21,14 @@ class EngineRefusal(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Lora:
+    """A LoRA adapter: its number in the engine's cache, and the folder with its tensors."""
+
+    task_id: int
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One sequence to generate.
 
@@ -51,6 +59,7 @@ class EngineRequest:
     guide_type: str | None = None
     guide: str | None = None
     prompt: str | None = None  # its text, for an engine of text
+    lora: Lora | None = None
 
 
 class Chunk(NamedTuple):

@@ -54,7 +54,8 @@ def create_app(options: GatewayOptions) -> Guard:
     tiers = load_tiers(options.artifact / "tiers.toml").tier
     embedder = read_toml(options.artifact / "embedder.toml", Embedder)
     generators = dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])
-    model_names = [AUTO, *generators, EMBEDDING_MODEL, embedder.name]
+    adapted = [f"{name}:{each.name}" for tier in tiers for name in (tier.name, tier.model) for each in tier.adapters]
+    model_names = [AUTO, *generators, *dict.fromkeys(adapted), EMBEDDING_MODEL, embedder.name]
     engines = engines_of(tiers)
     created = int((options.artifact / "manifest.json").stat().st_mtime)
     triton = TritonClient(options.triton_grpc_url)

@@ -59,7 +59,7 @@ class OrchestratorModel:
         tiers = load_tiers(root / "tiers.toml")
         url = os.environ.get(contracts.GRPC_URL_VARIABLE, contracts.DEFAULT_GRPC_URL)
         self._engines = EngineClients(
-            GrpcEngineClient(url, {tier.model for tier in tiers.tier if tier.num_instances > 1}),
+            GrpcEngineClient(url, {tier.model for tier in tiers.tier if tier.num_instances > 1}, root),
             GrpcTextClient(url),
             {tier.model for tier in tiers.tier if tier.runtime == LLMAPI},
         )

@@ -12,14 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from orchestrator import contracts
-from orchestrator.engines import Chunk, EngineRequest
+from orchestrator.engines import Chunk, EngineRequest, Lora
 from orchestrator.errors import EngineError
 from orchestrator.infer_streams import InferStream, InferStreams
+from orchestrator.triton.lora import NOT_CACHED, LoraTensors, add_lora, read_lora
 from orchestrator.wire import add_row, add_string, find_output, is_end, new_request, stop_request
 
 # Triton hands a stop to any of a model's instances, and only one of them knows the request. When its stream has not
@@ -30,22 +33,55 @@ REPLICA_STOP_TIMEOUT_S = 0.050
 class GrpcEngineClient:
     """An `EngineClient` for one event loop."""
 
-    def __init__(self, url: str, replicated: Collection[str] = ()) -> None:
+    def __init__(self, url: str, replicated: Collection[str] = (), root: Path = Path()) -> None:
         """`url` is host:port of Triton's gRPC service; nothing is sent before the first request.
 
-        `replicated` are the models that have several instances.
+        `replicated` are the models that have several instances; folders of adapters are relative to `root`.
         """
+        self._root = root
+        self._taught: set[tuple[str, int]] = set()  # models, and adapters that they were sent
         self._streams = InferStreams(url)
         self._replicated = frozenset(replicated)
         self._live: dict[str, InferStream] = {}
         self._stopping: dict[str, asyncio.TimerHandle] = {}
 
     async def stream(self, model: str, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
+        if request.lora is None:
+            async with aclosing(self._stream(model, request, None)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        known = (model, request.lora.task_id)
+        tensors = None if known in self._taught else await self._read_lora(request.lora)
+        self._taught.add(known)
+        while True:
+            has_begun = False
+            try:
+                async with aclosing(self._stream(model, request, tensors)) as chunks:
+                    async for chunk in chunks:
+                        has_begun = True
+                        yield chunk
+                return
+            except EngineError as error:
+                # It had to make room for others, or another instance has it.
+                if has_begun or tensors is not None or NOT_CACHED not in error.message:
+                    raise
+                tensors = await self._read_lora(request.lora)
+
+    async def _read_lora(self, lora: Lora) -> LoraTensors:
+        try:
+            return await asyncio.to_thread(read_lora, self._root / lora.folder)
+        except (OSError, ValueError) as error:
+            raise EngineError(f"the adapter cannot be read: {error}") from error
+
+    async def _stream(
+        self, model: str, request: EngineRequest, tensors: LoraTensors | None
+    ) -> AsyncGenerator[Chunk, None]:
         stream = self._streams.borrow()
         self._live[request.request_id] = stream
         ended = False
         try:
-            await stream.send(build_request(model, request))
+            await stream.send(build_request(model, request, tensors))
             while not ended:
                 try:
                     response = await stream.receive()
@@ -87,8 +123,11 @@ class GrpcEngineClient:
         await self._streams.close()
 
 
-def build_request(model: str, request: EngineRequest) -> Any:
-    """`request` by NVIDIA's tensor contract, streaming; values that are the engine's defaults are left out."""
+def build_request(model: str, request: EngineRequest, tensors: LoraTensors | None = None) -> Any:
+    """`request` by NVIDIA's tensor contract, streaming; values that are the engine's defaults are left out.
+
+    `tensors` are those of the request's adapter, for an engine that may not have them.
+    """
     message = new_request(model, request.request_id)
     message.parameters[contracts.SAYS_CANCELS_PARAMETER].bool_param = True
     add_row(message, contracts.INPUT_IDS, *request.input_ids)
@@ -118,6 +157,8 @@ def build_request(model: str, request: EngineRequest) -> Any:
         add_string(message, contracts.GUIDED_DECODING_GUIDE_TYPE, request.guide_type.encode(), shape=(1, 1))
     if request.guide is not None:
         add_string(message, contracts.GUIDED_DECODING_GUIDE, request.guide.encode(), shape=(1, 1))
+    if request.lora is not None:
+        add_lora(message, request.lora.task_id, tensors)
     # NVIDIA's backend fails a request that does not ask for the first two.
     outputs = [contracts.OUTPUT_IDS, contracts.SEQUENCE_LENGTH]
     if request.log_probs:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving import ROOT, Stack, ask, running_dressed, script, wait_for
-
-sys.path.insert(0, str(ROOT / "tests" / "unit"))
-
-from gpu_targets import vary
-from test_render_trtllm import LLMAPI, render
+from gpu_targets import LLMAPI, render, vary
+from serving import Stack, ask, running_dressed, script, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +65,24 @@ def test_who_leaves_stops_the_engine(stack: Stack) -> None:
     left_s = time.monotonic()
     wait_for(lambda: stack.num_live("orchestrator") == 0, 5.0)
     assert time.monotonic() - left_s < 1.5
+
+
+def test_many_that_leave_leave_nothing(stack: Stack) -> None:
+    """Here, and in the stand-in, which would refuse an id that it still holds."""
+    for _ in range(40):
+        connection = stack.send(messages=script(text="x " * 100, itl_ms=20), model="simple", stream=True)
+        connection.recv(100)
+        connection.close()
+    wait_for(lambda: stack.num_live("orchestrator") == 0, 10.0)
+    assert stack.stream(messages=script(text="next"), model="simple").text == "next"
+    assert stack.get("/ready").status_code == 200
+
+
+def test_images_are_refused(stack: Stack) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    response = stack.post(messages=[{"role": "user", "content": [image]}], model="simple")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("messages")
 
 
 def test_an_engine_s_failure_reaches_the_caller(stack: Stack) -> None:

@@ -213,18 +213,19 @@ def test_nothing_outlives_a_killed_supervisor(start: Callable[..., Server], scri
 
 
 def test_a_model_that_cannot_load_is_reported(start: Callable[..., Server], scripted: Path, tmp_path: Path) -> None:
-    """The artifact is whole by its manifest, but Triton cannot use it: its tiers.toml says nothing."""
+    """The artifact is whole by its manifest, but Triton cannot use it: the embedder's tokenizer says nothing."""
     broken = tmp_path / "broken"
     shutil.copytree(scripted, broken, ignore=shutil.ignore_patterns("__pycache__"))
-    (broken / "tiers.toml").write_bytes(b"")
+    name = "model_repository/embedding_tokenizer/1/tokenizer.json"
+    (broken / name).write_bytes(b"")
     manifest = json.loads((broken / "manifest.json").read_text())
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # sha256 of nothing
-    manifest["files"]["tiers.toml"] = {"sha256": empty, "bytes": 0}
+    manifest["files"][name] = {"sha256": empty, "bytes": 0}
     (broken / "manifest.json").write_text(json.dumps(manifest))
     code, _, err = start(broken).outcome()
     assert code == 1
     assert err.startswith("error: triton (pid ")
-    assert "tiers.toml" in err
+    assert "embedding_tokenizer" in err
 
 
 def test_a_changed_artifact_is_refused(start: Callable[..., Server], scripted: Path, tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_a_changed_artifact_is_refused(start: Callable[..., Server], scripted: P
     code, out, err = start(changed).outcome()
     assert (code, out) == (1, "")
     assert f"{changed}/tiers.toml: changed since the build" in err
-    assert err.endswith("fix: python -m build --target scripted --force\n")
+    assert err.endswith("fix: copy it again, or python -m build --target scripted --force\n")
 
 
 def test_a_taken_port_is_refused(start: Callable[..., Server], scripted: Path) -> None:

@@ -14,6 +14,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from build.manifest import list_files
 from build.render import to_toml
 from orchestrator.config import load_tiers
@@ -50,6 +52,8 @@ def dress(artifact: Path, source: Path) -> None:
         engine["context_window"] = min(parameters["max_seq_len"], small["architecture"]["context_window"])
         if parameters["runtime"] == "engine":
             write_engine(version / "engine", model, row["architecture"], engine)
+            for adapter in parameters["adapters"]:
+                write_adapter(version / "lora" / adapter["name"])
         else:
             write_llmapi(version, engine)
     tiers = load_tiers(artifact / "tiers.toml")
@@ -72,6 +76,7 @@ def write_engine(folder: Path, model: dict[str, Any], architecture: dict[str, An
             "mapping": {"world_size": mapping["tp_size"] * mapping["pp_size"], **mapping},
         },
         "build_config": {
+            "lora_config": {"max_lora_rank": parameters.get("max_lora_rank")} if parameters.get("adapters") else {},
             "max_batch_size": model["max_batch_size"],
             **{name: parameters[name] for name in ("max_input_len", "max_seq_len", "max_num_tokens")},
         },
@@ -90,6 +95,13 @@ def write_llmapi(version: Path, engine: dict[str, Any]) -> None:
     shutil.copytree(version / "tokenizer", version / "checkpoint" / "tokenizer")
     (version / "checkpoint" / "standin.json").write_text(json.dumps(_as_texts(engine)), encoding="utf-8")
     (version / "checkpoint" / "config.json").write_text("{}", encoding="utf-8")
+
+
+def write_adapter(folder: Path) -> None:
+    """The tensors of an adapter of two rows."""
+    folder.mkdir(parents=True)
+    np.save(folder / "lora_weights.npy", np.zeros((2, 10), np.float16))
+    np.save(folder / "lora_config.npy", np.array([[1, 0, 2], [1, 1, 2]], np.int32))
 
 
 def _as_texts(engine: dict[str, Any]) -> dict[str, str]:

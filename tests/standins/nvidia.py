@@ -158,6 +158,32 @@ def find_request_fault(
     num_tokens = tensors["input_ids"].shape[-1]
     if num_tokens > build_config["max_input_len"]:
         return f"Prompt length ({num_tokens}) exceeds maximum input length ({build_config['max_input_len']})"
+    if "lora_task_id" in tensors and not build_config.get("lora_config"):
+        return "LoRA is not enabled in this engine (built without --lora_plugin)"
     if "guided_decoding_guide_type" in tensors and not told["guided_decoding_backend"]:
         return "Request has guided decoding params, but guided decoding is not enabled"
     return None
+
+
+class LoraCache:
+    """NVIDIA's cache of adapters, with room for one."""
+
+    def __init__(self) -> None:
+        self._task_id: int | None = None
+
+    def find_fault(self, tensors: Mapping[str, Any]) -> str | None:
+        """Of a request with an adapter; takes in what it brings along."""
+        task_id = int(tensors["lora_task_id"].reshape(-1)[0])
+        given = [name for name in ("lora_weights", "lora_config") if name in tensors]
+        if not given:
+            if task_id == self._task_id:
+                return None
+            return f"LoRA task {task_id} not found in cache. Please send LoRA weights with request"
+        if len(given) == 1:
+            return f"{given[0]} without the other of lora_weights and lora_config"
+        weights, config = tensors["lora_weights"], tensors["lora_config"]
+        if weights.shape[:2] != config.shape[:2]:
+            return f"lora_weights {list(weights.shape)} and lora_config {list(config.shape)} differ in their rows"
+        self._task_id = task_id
+        print(json.dumps({"event": "adapter_taken_in", "task_id": task_id}), flush=True)
+        return None

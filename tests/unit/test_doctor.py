@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_targets import MODELS
+from gpu_targets import MODELS, render
 from standins.dress import seal, write_engine
-from test_render_trtllm import render
 
 from build.rows import load_models, load_target
 from orchestrator.doctor import files

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_targets import GPU_TARGETS, IMAGES, LANGUAGE_MODELS, SPECULATION, alone, vary
+from gpu_targets import GPU_TARGETS, IMAGES, LANGUAGE_MODELS, LLMAPI, SPECULATION, alone, vary
 
 from build.commands import list_commands
 from build.errors import BuildError
@@ -250,3 +250,12 @@ def test_a_new_gpu_and_a_new_model_are_new_files(tmp_path: Path) -> None:
     models = load_models(loaded, tmp_path / "models")
     assert make_plan(loaded, models).engines["llm_large"].model == "qwen2.5-3b-instruct"
     assert "hf download Qwen/Qwen2.5-3B-Instruct" in list_commands(loaded, models, tmp_path)
+
+
+def test_the_llm_api_begins_with_1_2() -> None:
+    target, models = alone("l4", **LLMAPI)
+    assert target.container is not None
+    check_pairs(target, models)
+    earlier = target.model_copy(update={"container": target.container.model_copy(update={"tensorrt_llm": "1.1.0"})})
+    with pytest.raises(BuildError, match=r"earlier than 1\.2 its cancelled requests pile up; take an image with 1\.2"):
+        check_pairs(earlier, models)

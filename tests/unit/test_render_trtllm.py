@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from google.protobuf import text_format
-from gpu_targets import GPU_TARGETS, MODELS, SPECULATION, alone, vary
+from gpu_targets import GPU_TARGETS, LLMAPI, MODELS, SPECULATION, alone, render, vary
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
 
-from build.compiler import build
-from build.model_rows import AnyModelRow
 from build.plan import make_plan
-from build.rows import TargetRow, load_models, load_target
+from build.rows import load_models, load_target
 from orchestrator.config import load_tiers
 from orchestrator.contracts import TEXT_ENGINE_INPUTS, TEXT_ENGINE_OUTPUTS
 
 PARAMETERS = {each["key"]: each for each in MODELS["tensorrtllm parameters"]}
-LLMAPI = {"runtime": "llmapi", "precision": "bf16", "kv_cache_precision": "auto"}
-
-
-@contextmanager
-def quiet(step: str) -> Iterator[None]:
-    yield
-
-
-def render(target: TargetRow, models: dict[str, AnyModelRow], folder: Path) -> Path:
-    build(target, models, folder / target.name, cache=folder, progress=quiet, render_only=True)
-    return folder / target.name
 
 
 def read_config(artifact: Path, name: str) -> Any:

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict
-from gpu_targets import GPU_TARGETS
+from gpu_targets import GPU_TARGETS, render
 from standins import nvidia
 from standins.dress import write_engine
-from test_render_trtllm import render
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from build.rows import load_models, load_target

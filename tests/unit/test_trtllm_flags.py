@@ -60,6 +60,11 @@ def find_fault(words: list[str]) -> str | None:
         if not words:
             return f"{name} has no value"
         value, words = words[0], words[1:]
+        if flag["type"] == "str list":
+            while words and not words[0].startswith("--"):
+                if "choices" in flag and words[0] not in flag["choices"]:
+                    return f"{name} {words[0]} is none of {flag['choices']}"
+                words = words[1:]
         if "choices" in flag and value not in flag["choices"]:
             return f"{name} {value} is none of {flag['choices']}"
         if flag["type"] == "int" and not value.isdigit():

@@ -46,6 +46,7 @@ class TritonPythonModel:
         parameters = {**engine, **{key: told[key] for key in _OURS}}
         config["parameters"] = {key: {"string_value": str(value)} for key, value in parameters.items()}
         self._engine = _Engine({**args, "model_config": json.dumps(config)})
+        self._adapters = nvidia.LoraCache()
         self._engine.poll_every(int(told["cancellation_check_period_ms"]) / 1000)
 
     def execute(self, requests: list[Any]) -> None:
@@ -53,13 +54,28 @@ class TritonPythonModel:
             tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             outputs = request.requested_output_names()
             fault = nvidia.find_request_fault(tensors, outputs, self._told, self._build_config)
+            if fault is None and "lora_task_id" in tensors:
+                fault = self._adapters.find_fault(tensors)
             if fault is None:
-                self._engine.execute([request])
+                self._engine.execute([_WithoutLora(request)])
             else:
                 Sender(request).send(pb_utils.InferenceResponse(error=pb_utils.TritonError(fault)), final=True)
 
     def finalize(self) -> None:
         self._engine.finalize()
+
+
+class _WithoutLora:
+    """A request as our engines take it, which have no adapters: the answer is the base model's."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def inputs(self) -> list[Any]:
+        return [tensor for tensor in self._request.inputs() if not tensor.name().startswith("lora_")]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 class _Engine(EngineModel):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from build.compiler import build
 from build.model_rows import AnyModelRow, EmbedderRow, ModelRow
 from build.rows import HERE, TargetRow, list_targets, load_target
 from orchestrator.config import read_toml
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parent / "data"
 FLAGS: dict[str, Any] = json.loads((DATA / "trtllm_flags.json").read_text(encoding="utf-8"))
 MODELS: dict[str, Any] = json.loads((DATA / "trtllm_models.json").read_text(encoding="utf-8"))
 IMAGES: dict[str, Any] = json.loads((DATA / "trtllm_images.json").read_text(encoding="utf-8"))
@@ -41,6 +44,28 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "eagle": {"method": "eagle", "draft": WEIGHTS, "max_draft_len": 5, "acceptance_rate": 0.8},
     "ngram": {"method": "ngram", "max_draft_len": 5, "max_matching_ngram_size": 3, "acceptance_rate": 0.5},
 }
+
+
+# Parameters of an engine with adapters, and of one by the LLM API.
+ADAPTERS: dict[str, Any] = {
+    "precision": "int8_sq",
+    "kv_cache_precision": "auto",
+    "adapters": [{"name": "legal", "checkpoint": WEIGHTS}, {"name": "medical", "checkpoint": WEIGHTS}],
+    "max_lora_rank": 16,
+}
+LLMAPI: dict[str, Any] = {"runtime": "llmapi", "precision": "bf16", "kv_cache_precision": "auto"}
+
+
+@contextmanager
+def quiet(step: str) -> Iterator[None]:
+    """A build's progress that says nothing."""
+    yield
+
+
+def render(target: TargetRow, models: dict[str, AnyModelRow], folder: Path) -> Path:
+    """The artifact of `target` in `folder`, without engines."""
+    build(target, models, folder / target.name, cache=folder, progress=quiet, render_only=True)
+    return folder / target.name
 
 
 @functools.cache
