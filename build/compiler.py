@@ -133,7 +133,7 @@ def _run_steps(
     target: TargetRow, models: Mapping[str, AnyModelRow], root: Path, cache: Path, progress: Progress
 ) -> None:
     """What each engine's version folder holds, into `root`."""
-    for name in (*target.engines, *target.embedders, *target.classifiers):
+    for name in target.parts:
         job = make_job(name, target, models, root / "model_repository", cache)
         for step in steps_of(job):
             with progress(f"{name}: {step.name}"):

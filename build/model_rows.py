@@ -187,4 +187,27 @@ class ComplexityRow(Row):
         return (self.weights,)
 
 
-AnyModelRow = ModelRow | EmbedderRow | ComplexityRow
+class OcrRow(Row):
+    """A pair of networks that read text in images: `models/<name>.toml`.
+
+    `detector` and `recognizer` are ONNX files; the second has its `num_characters` characters in its metadata.
+    """
+
+    name: Name
+    licence: str
+    num_characters: Count
+    detector: PackagedFile
+    recognizer: PackagedFile
+
+    @model_validator(mode="after")
+    def _is_one_package(self) -> OcrRow:
+        if (self.detector.package, self.detector.version) != (self.recognizer.package, self.recognizer.version):
+            raise ValueError("detector and recognizer must come from one package in one version")
+        return self
+
+    @property
+    def sources(self) -> tuple[PackagedFile, ...]:
+        return (self.detector, self.recognizer)
+
+
+AnyModelRow = ModelRow | EmbedderRow | ComplexityRow | OcrRow

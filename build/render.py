@@ -93,7 +93,7 @@ def engine_parameters(
         values |= {"max_input_tokens": model.max_input_tokens, "pad_id": model.token_ids.pad}
     elif isinstance(model, ComplexityRow):
         values |= {"max_input_tokens": model.max_input_tokens}
-    else:
+    elif isinstance(model, ModelRow):
         values |= {
             "context_window": model.architecture.context_window,
             "vocab_size": model.architecture.vocab_size,

@@ -12,6 +12,8 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from build.engine_rows import (
+    AnyOcrParameters,
+    AnyParameters,
     ComplexityParameters,
     DraftTarget,
     EmbedderParameters,
@@ -20,11 +22,22 @@ from build.engine_rows import (
 )
 from build.errors import BuildError
 from build.gpu_rows import Container, Gpu
-from build.model_rows import AnyModelRow, ComplexityRow, Count, EmbedderRow, ModelRow, Name
+from build.model_rows import AnyModelRow, ComplexityRow, Count, EmbedderRow, ModelRow, Name, OcrRow
 from orchestrator.config import CachePolicy, Cloud, Generation, Limits, Row, ToolFormat, read_toml
-from orchestrator.contracts import COMPLEXITY_MODEL, ORCHESTRATOR_MODEL
+from orchestrator.contracts import (
+    COMPLEXITY_MODEL,
+    IMAGE_PREPROCESS_MODEL,
+    OCR_DETECTION_MODEL,
+    OCR_DETECTOR_MODEL,
+    OCR_MODEL,
+    OCR_RECOGNIZER_MODEL,
+    ORCHESTRATOR_MODEL,
+)
 
 HERE = Path(__file__).parent
+# The networks of an OCR row, and what reads by them: each is a model of the name of its engine.
+OCR_ENGINES = (OCR_DETECTOR_MODEL, OCR_RECOGNIZER_MODEL, OCR_MODEL)
+OCR_MODELS = {*OCR_ENGINES, IMAGE_PREPROCESS_MODEL, OCR_DETECTION_MODEL}
 
 # Triton takes a model's name from its folder; Python code spells it, so no dashes.
 TritonName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -48,9 +61,7 @@ class TritonModel(Row):
     instance_kind: Literal["KIND_CPU"]
     instance_count: Count
     model: Name | None = None
-    parameters: (
-        Annotated[EngineParameters | EmbedderParameters | ComplexityParameters, Field(discriminator="engine")] | None
-    ) = None
+    parameters: Annotated[AnyParameters, Field(discriminator="engine")] | None = None
 
     @model_validator(mode="after")
     def _engine_is_whole(self) -> TritonModel:
@@ -134,10 +145,25 @@ class TargetRow(Row):
                 f"models: engine 'complexity' is for the model {COMPLEXITY_MODEL!r} alone "
                 f"(got {', '.join(self.classifiers)})"
             )
+        self._check_ocr()
         has_engines = bool(self.trtllm_engines)
         if (self.gpu is not None, self.container is not None) != (has_engines, has_engines):
             raise ValueError("gpu, container: both with engines 'tensorrt_llm', neither without")
         return self
+
+    def _check_ocr(self) -> None:
+        present = OCR_MODELS & {*self.models, *self.ensembles}
+        if present and present != OCR_MODELS:
+            raise ValueError(
+                f"models, ensembles: OCR is done by all of {', '.join(sorted(OCR_MODELS))}, or there is none "
+                f"(got {', '.join(sorted(present))})"
+            )
+        wrong = [name for name, (_, parameters) in self.readers.items() if parameters.engine != name]
+        missing = [name for name in OCR_ENGINES if present and name not in self.readers]
+        for name in (*wrong, *missing):
+            raise ValueError(f"models.{name}: an OCR model is named as its engine: {', '.join(OCR_ENGINES)}")
+        if len({row for row, _ in self.readers.values()}) > 1:
+            raise ValueError("models: the OCR models must be of one model row")
 
     @property
     def trtllm_engines(self) -> dict[str, tuple[TritonModel, TensorRTLLMParameters]]:
@@ -186,12 +212,26 @@ class TargetRow(Row):
         }
 
     @property
+    def readers(self) -> dict[str, tuple[str, AnyOcrParameters]]:
+        """The same for the models that read text in images, if the target has them."""
+        return {
+            name: (model.model, model.parameters)
+            for name, model in self.models.items()
+            if model.model is not None and isinstance(model.parameters, AnyOcrParameters)
+        }
+
+    @property
+    def parts(self) -> dict[str, tuple[str, AnyParameters]]:
+        """The same for all of them."""
+        return {**self.engines, **self.embedders, **self.classifiers, **self.readers}
+
+    @property
     def embedder(self) -> str:
         """The name of the sentence embedder's row."""
         return next(row for row, _ in self.embedders.values())
 
 
-RowT = TypeVar("RowT", TargetRow, ModelRow, EmbedderRow, ComplexityRow)
+RowT = TypeVar("RowT", TargetRow, ModelRow, EmbedderRow, ComplexityRow, OcrRow)
 
 
 # --- reading -----------------------------------------------------------------------------------------------
@@ -221,6 +261,8 @@ def load_models(target: TargetRow, folder: Path = HERE / "models") -> dict[str, 
         rows[name] = _load_model(target, name, ModelRow, folder)
     for name, _ in target.classifiers.values():
         rows[name] = _load_model(target, name, ComplexityRow, folder)
+    for name, _ in target.readers.values():
+        rows[name] = rows.get(name) or _load_model(target, name, OcrRow, folder)
     return rows | {target.embedder: _load_model(target, target.embedder, EmbedderRow, folder)}
 
 

@@ -275,6 +275,30 @@ COMPLEXITY_MODEL = "complexity"
 PROBABILITIES = TensorSpec("probabilities", "TYPE_FP32", (4,), optional=False)
 
 
+# --- OCR ---------------------------------------------------------------------------------------------------
+
+# `ocr` reads an image: its pixels and the detector's map of them by the ensemble `ocr_detection` (`image_preprocess`,
+# then `ocr_detector`), each line of text by `ocr_recognizer`. All but `ocr` batch, so theirs lead with the batch.
+OCR_MODEL = "ocr"
+OCR_DETECTION_MODEL = "ocr_detection"
+IMAGE_PREPROCESS_MODEL = "image_preprocess"
+OCR_DETECTOR_MODEL = "ocr_detector"
+OCR_RECOGNIZER_MODEL = "ocr_recognizer"
+
+IMAGE = TensorSpec("image", "TYPE_STRING", optional=False)  # the bytes of a PNG, JPEG or WebP file
+OCR_RESULT = TensorSpec("result", "TYPE_STRING", optional=False)  # JSON, as `orchestrator.vision.page` makes it
+# Height, width, BGR: padded to a size of `orchestrator.vision.sizes`. Bytes and not numbers between 0 and 1, which the
+# graphs make of them: what passes between processes is a quarter.
+PIXELS = TensorSpec("pixels", "TYPE_UINT8", (-1, -1, 3), optional=False)
+# Width and height of the image, upright; width and height of its picture in `pixels`, whose rest is padding.
+PAGE_SIZE = TensorSpec("page_size", "TYPE_INT32", (4,), optional=False)
+TEXT_MAP = TensorSpec("text_map", "TYPE_FP32", (-1, -1), optional=False)  # how probably each pixel is text
+CROP = TensorSpec("crop", "TYPE_UINT8", (48, -1, 3), optional=False)  # a line, as `pixels`
+# Of each column of the line, 8 pixels wide: the most probable class (0: no character), and how probable it is.
+CHARACTERS = TensorSpec("characters", "TYPE_INT32", (-1,), optional=False)
+CERTAINTIES = TensorSpec("certainties", "TYPE_FP32", (-1,), optional=False)
+
+
 # --- the gRPC front ----------------------------------------------------------------------------------------
 
 
@@ -289,4 +313,5 @@ class FrontModel(NamedTuple):
 FRONT_MODELS = {
     ORCHESTRATOR_MODEL: FrontModel((REQUEST,), (EVENT, HEADERS)),
     EMBEDDING_MODEL: FrontModel((TEXT._replace(dims=(-1, 1)),), (EMBEDDING, NUM_TOKENS)),
+    OCR_MODEL: FrontModel((IMAGE,), (OCR_RESULT,)),
 }

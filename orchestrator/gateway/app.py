@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orchestrator.config import Embedder, load_tiers, read_toml
-from orchestrator.contracts import ANSWER_HEADERS, EMBEDDING_MODEL
+from orchestrator.contracts import ANSWER_HEADERS, EMBEDDING_MODEL, OCR_MODEL
 from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ModelNotFoundError, shorten
 from orchestrator.gateway.cache_admin import CacheOperation
 from orchestrator.gateway.chat import Completions
@@ -27,6 +27,7 @@ from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundErro
 from orchestrator.gateway.guard import Guard
 from orchestrator.gateway.messages import error_headers, forwarded_headers
 from orchestrator.gateway.metrics import CONTENT_TYPE, render_page
+from orchestrator.gateway.ocr import OCR_PATH, Ocr
 from orchestrator.gateway.openapi import describe
 from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.pipeline import AUTO
@@ -53,7 +54,8 @@ def create_app(options: GatewayOptions) -> Guard:
     tiers = load_tiers(options.artifact / "tiers.toml").tier
     embedder = read_toml(options.artifact / "embedder.toml", Embedder)
     generators = dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])
-    model_names = [AUTO, *generators, EMBEDDING_MODEL, embedder.name]
+    has_ocr = (options.artifact / "model_repository" / OCR_MODEL).is_dir()
+    model_names = [AUTO, *generators, EMBEDDING_MODEL, embedder.name, *([OCR_MODEL] if has_ocr else [])]
     engines = list(dict.fromkeys(tier.model for tier in tiers if tier.cloud is None))
     created = int((options.artifact / "manifest.json").stat().st_mtime)
     triton = TritonClient(options.triton_grpc_url)
@@ -105,6 +107,7 @@ def create_app(options: GatewayOptions) -> Guard:
         "/v1/chat/completions": Completions(triton, "chat"),
         "/v1/completions": Completions(triton, "completion"),
         "/v1/embeddings": Embeddings(triton, embedder, with_keys=options.with_keys),
+        OCR_PATH: Ocr(triton, is_served=has_ocr, with_keys=options.with_keys),
         "/v1/rt/cache/wrong": CacheOperation(triton, "wrong"),
         "/v1/rt/cache/invalidate": CacheOperation(triton, "invalidate"),
     }

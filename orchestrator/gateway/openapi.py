@@ -6,8 +6,9 @@ from typing import Any
 
 from orchestrator import __version__
 from orchestrator.cache.operations import Invalidation, WrongHit
-from orchestrator.contracts import EMBEDDING_DIMENSIONS
+from orchestrator.contracts import EMBEDDING_DIMENSIONS, OCR_MODEL
 from orchestrator.embedding.request import EmbeddingRequest
+from orchestrator.gateway.ocr import FILE_FIELD, FORM, MODEL_FIELD, OCR_PATH, RAW
 from orchestrator.request import ChatRequest, CompletionRequest
 
 _ERROR = {
@@ -53,7 +54,7 @@ _FAILED = _errors(
     s404="no such model",
     s408="the request took too long to arrive",
     s413="the request is too large",
-    s415="the body is not declared as JSON",
+    s415="the body is not declared as what this path takes",
     s429="a quota is used up; `retry-after` says until when",
     s500="ours",
     s502="the engine failed",
@@ -81,6 +82,7 @@ def describe() -> dict[str, Any]:
             "/v1/chat/completions": {"post": _generation("createChatCompletion", ChatRequest)},
             "/v1/completions": {"post": _generation("createCompletion", CompletionRequest)},
             "/v1/embeddings": {"post": _embeddings()},
+            OCR_PATH: {"post": _ocr()},
             "/v1/rt/cache/wrong": {"post": _operation("markCacheHitWrong", "WrongHit", "The stored answer is gone")},
             "/v1/rt/cache/invalidate": {
                 "post": _operation("invalidateCache", "Invalidation", "What was removed, or would be")
@@ -160,4 +162,46 @@ def _embeddings() -> dict[str, Any]:
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/EmbeddingRequest"}}},
         },
         "responses": {"200": _json("An embedding for each input, in their order", answer), **_REFUSED, **_FAILED},
+    }
+
+
+def _ocr() -> dict[str, Any]:
+    image = {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP"}
+    form = {
+        "type": "object",
+        "required": [FILE_FIELD],
+        "properties": {FILE_FIELD: image, MODEL_FIELD: {"const": OCR_MODEL}},
+        "additionalProperties": False,
+    }
+    point = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
+    line = {
+        "type": "object",
+        "required": ["text", "score", "box"],
+        "properties": {
+            "text": {"type": "string"},
+            "score": {"type": "number"},
+            "box": {
+                "type": "array",
+                "items": point,
+                "minItems": 4,
+                "maxItems": 4,
+                "description": "corners, x and y in pixels of the upright image, in the order in which the text reads",
+            },
+        },
+    }
+    answer = {
+        "type": "object",
+        "required": ["object", "model", "width", "height", "text", "lines"],
+        "properties": {
+            "width": {"type": "integer"},
+            "height": {"type": "integer"},
+            "text": {"type": "string", "description": "the lines, in reading order"},
+            "lines": {"type": "array", "items": line},
+        },
+    }
+    content = {FORM: {"schema": form}, **{media_type: {"schema": image} for media_type in RAW}}
+    return {
+        "operationId": "readImage",
+        "requestBody": {"required": True, "content": content},
+        "responses": {"200": _json("The text of the image, by line", answer), **_REFUSED, **_FAILED},
     }

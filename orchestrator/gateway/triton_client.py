@@ -54,6 +54,13 @@ class TritonClient:
         add_row(request, contracts.ATTENTION_MASK, *attention_mask)
         return (await self._infer(request))[contracts.EMBEDDING.name]
 
+    async def read_image(self, image: bytes) -> bytes:
+        """The text of an image as JSON; raises like `embed_text`."""
+        request = service_pb2.ModelInferRequest(model_name=contracts.OCR_MODEL)
+        add_string(request, contracts.IMAGE, image)
+        raw = (await self._infer(request))[contracts.OCR_RESULT.name]
+        return raw[4:]  # one STRING element: a length of 4 bytes, then the text
+
     async def _infer(self, request: Any) -> dict[str, bytes]:
         try:
             return read_outputs(await self._streams.stub.ModelInfer(request))

@@ -20,9 +20,9 @@ def test_every_target_loads_with_its_models_and_recipes() -> None:
     for name in list_targets():
         target = load_target(name)
         assert target.engines
-        parts = target.engines | target.embedders | target.classifiers
-        assert set(load_models(target)) == {model for model, _ in parts.values()}
-        assert {parameters.engine for _, parameters in parts.values()} <= set(RECIPES)
+        assert set(target.parts) == {name for name, model in target.models.items() if model.parameters}
+        assert set(load_models(target)) == {model for model, _ in target.parts.values()}
+        assert {parameters.engine for _, parameters in target.parts.values()} <= set(RECIPES)
         check_pairs(target, load_models(target))
 
 
@@ -76,6 +76,18 @@ def test_tiers_of_cpu_go_from_cheap_to_dear() -> None:
             'model = "all-minilm-l6-v2"',
             'model = "all-minilm-l12-v2"',
             r"the embedding models must be of one model row, .*embedding_tokenizer: 'all-minilm-l12-v2'",
+        ),
+        (
+            'runtime = "onnxruntime"',
+            'runtime = "tensorrt"',
+            r"models\.ocr_detector\.parameters\.ocr_detector\.runtime: .*'onnxruntime' \(got 'tensorrt'\)",
+        ),
+        ('engine = "ocr_detector"', 'engine = "ocr_recognizer"', r"models\.ocr_detector: an OCR model is named as its"),
+        (
+            ', "ocr_detection"]',
+            "]",
+            r"OCR is done by all of image_preprocess, ocr, ocr_detection, ocr_detector, ocr_recognizer, or there is "
+            r"none \(got image_preprocess, ocr, ocr_detector, ocr_recognizer\)",
         ),
         ("temperature = 0.2", "temperature = 9.0", r"temperature: .*less than or equal to 2 \(got 9\.0\)"),
         ('name = "cpu"', 'name = "gpu"', r"a row is named like its file, 'cpu' \(got 'gpu'\)"),

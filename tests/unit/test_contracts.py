@@ -102,9 +102,16 @@ def test_the_orchestrator_config_is_the_contract() -> None:
         ("embedding_tokenizer", [TEXT], [EMBEDDING_INPUT_IDS, ATTENTION_MASK, NUM_TOKENS]),
         ("embedding_encoder", [EMBEDDING_INPUT_IDS, ATTENTION_MASK], [EMBEDDING]),
         ("complexity", [EMBEDDING_INPUT_IDS, ATTENTION_MASK], [PROBABILITIES]),
+        ("image_preprocess", [contracts.IMAGE], [contracts.PIXELS, contracts.PAGE_SIZE]),
+        ("ocr_detector", [contracts.PIXELS], [contracts.TEXT_MAP]),
+        ("ocr_detection", [contracts.IMAGE], [contracts.PIXELS, contracts.PAGE_SIZE, contracts.TEXT_MAP]),
+        ("ocr_recognizer", [contracts.CROP], [contracts.CHARACTERS, contracts.CERTAINTIES]),
+        ("ocr", [contracts.IMAGE], [contracts.OCR_RESULT]),
     ],
 )
-def test_the_encoders_configs_are_the_contract(model: str, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
+def test_the_batched_models_configs_are_the_contract(
+    model: str, inputs: list[TensorSpec], outputs: list[TensorSpec]
+) -> None:
     config = read_config(model)
     assert as_declared(config.input) == as_specified(inputs)
     assert as_declared(config.output) == as_specified(outputs=outputs)

@@ -231,7 +231,9 @@ def test_a_server_that_ends_by_itself_ends_the_process(
 
 
 def test_what_the_front_knows_of_the_artifact(artifact: Callable[[str], Path]) -> None:
-    assert Served.read(artifact("scripted")) == Served(("llm_small",), max_batch=8)
+    without_ocr = ("orchestrator", "embedding")
+    assert Served.read(artifact("scripted")) == Served(("llm_small",), max_batch=8, models=without_ocr)
+    assert Served.read(artifact("cpu")) == Served(("llm_small",), max_batch=8, models=(*without_ocr, "ocr"))
 
 
 @pytest.mark.parametrize("fault", [None, "triton", "engine"])

@@ -90,7 +90,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("regexes",),
     ("schemas",),
     ("config", "wire", "call"),
-    ("streaming", "infer_streams", "readiness", "routing"),
+    ("streaming", "infer_streams", "readiness", "routing", "onnx_session", "vision"),
     ("request", "engines", "limits", "quality"),
     ("answer",),
     ("generation", "embedding", "cache"),
@@ -103,9 +103,11 @@ LAYER_OF = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 
 # A heavy library is imported by the one place that wraps it.
 HEAVY = {
+    "PIL": ("vision/images.py",),
+    "cv2": ("vision/", "triton/ocr_models.py"),
     "gguf": (),
     "onnx": (),
-    "onnxruntime": ("embedding/encoder.py",),
+    "onnxruntime": ("onnx_session.py",),
     "h2": ("cloud/http2.py",),
     "httpcore": ("cloud/http2.py",),
     "httpx": ("cloud/client.py",),
