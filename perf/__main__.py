@@ -48,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             router = ArtifactRouter(find_artifact(options.artifacts, "cpu"))
             table, result = router_quality(options.data, router, options.errors)
+        elif options.command == "ocr":
+            from perf.ocr import ocr  # nor Pillow
+
+            table, result = ocr(options.clients, options.pages, options.rounds)
         elif options.command == "cache-speed":
             table, result = cache_speed(options.entries, options.clients, options.requests)
         elif options.command == "cache-lookup":
@@ -113,6 +117,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--entries", type=_counts, default=[10, 1000], help="stored answers, such as 10,1000")
     command.add_argument("--clients", type=_counts, default=[1, 16], help="such as 1,16")
     command.add_argument("--requests", type=_count, default=400, help="requests of each kind, over all clients")
+    command = add("ocr", "pages read a second, batched and not, beside rapidocr called directly")
+    command.add_argument("--clients", type=_counts, default=[1, 4, 16], help="such as 1,16")
+    command.add_argument("--pages", type=_count, default=16, help="receipts of each round")
+    command.add_argument("--rounds", type=_count, default=3, help="rounds of each way and number of clients")
     command = add("cache-lookup", "the semantic cache's lookup by itself, both stores")
     command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs.jsonl"), metavar="FILE")
     command.add_argument("--sizes", type=_counts, default=[10, 1000, 100_000], help="numbers of entries")
