@@ -112,7 +112,7 @@ def make_tiers(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Tiers:
         _engine_tier(row, models[target.engines[row.model][0]], target) if row.cloud is None else _cloud_tier(row)
         for row in target.tiers
     ]
-    return Tiers(tier=tiers, limits=target.limits, cache=target.cache)
+    return Tiers(tier=tiers, limits=target.limits, cache=target.cache, quality=target.quality, safety=target.safety)
 
 
 def make_embedder(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Embedder:
@@ -153,17 +153,22 @@ def _engine_tier(row: TierRow, model: AnyModelRow, target: TargetRow) -> Tier:
 
 
 def to_toml(table: Mapping[str, Any], path: str = "") -> str:
-    """TOML of nested tables and lists of tables; leaves are strings, booleans and numbers."""
+    """TOML of nested tables and lists of tables; leaves are strings, booleans, numbers, and lists of such."""
     # Plain keys first: TOML would count one that follows a sub-table to the sub-table.
-    lines = [f"{key} = {_leaf(value)}\n" for key, value in table.items() if not isinstance(value, (dict, list))]
+    tables = {key for key, value in table.items() if isinstance(value, dict) or _is_list_of_tables(value)}
+    lines = [f"{key} = {_leaf(value)}\n" for key, value in table.items() if key not in tables]
     for key, value in table.items():
         if isinstance(value, dict):
             lines.append(f"\n[{path}{key}]\n{to_toml(value, f'{path}{key}.')}")
-        elif isinstance(value, list):
+        elif _is_list_of_tables(value):
             lines.extend(f"\n[[{path}{key}]]\n{to_toml(item, f'{path}{key}.')}" for item in value)
     return "".join(lines)
 
 
-def _leaf(value: str | bool | int | float) -> str:
-    # JSON's strings, booleans and numbers are TOML's too, except for one control character that JSON allows.
+def _is_list_of_tables(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _leaf(value: str | bool | int | float | list[str] | list[float]) -> str:
+    # JSON's strings, booleans, numbers and lists are TOML's too, except for one control character that JSON allows.
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007F")

@@ -21,7 +21,17 @@ from build.engine_rows import (
 from build.errors import BuildError
 from build.gpu_rows import Container, Gpu
 from build.model_rows import AnyModelRow, ComplexityRow, Count, EmbedderRow, ModelRow, Name
-from orchestrator.config import CachePolicy, Cloud, Generation, Limits, Row, ToolFormat, read_toml
+from orchestrator.config import (
+    CachePolicy,
+    Cloud,
+    Generation,
+    Limits,
+    QualityPolicy,
+    Row,
+    SafetyPolicy,
+    ToolFormat,
+    read_toml,
+)
 from orchestrator.contracts import COMPLEXITY_MODEL, ORCHESTRATOR_MODEL
 
 HERE = Path(__file__).parent
@@ -105,6 +115,8 @@ class TargetRow(Row):
     tiers: Annotated[list[TierRow], Field(min_length=1)]
     limits: Limits = Limits()
     cache: CachePolicy | None = None
+    quality: QualityPolicy | None = None
+    safety: SafetyPolicy = SafetyPolicy()
     gpu: Gpu | None = None
     container: Container | None = None
 
@@ -124,6 +136,8 @@ class TargetRow(Row):
                 raise ValueError(
                     f"tiers: {tier.name!r} uses model {tier.model!r}; engines here: {', '.join(self.engines)}"
                 )
+        if self.quality is not None:
+            self.quality.check_names([tier.name for tier in self.tiers])
         if len({row for row, _ in self.embedders.values()}) != 1:
             raise ValueError(
                 f"models: the embedding models must be of one model row, and there must be some "

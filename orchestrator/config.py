@@ -7,6 +7,7 @@ the value and what is allowed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -154,12 +155,66 @@ class CachePolicy(Row):
     max_temperature: Annotated[float, Field(ge=0, le=2)]
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class QualityPolicy(Row):
+    """The table `[quality]`: how answers of cheap tiers are watched. Without it none is.
+
+    A share `sampling` of the answers of `tiers` is asked again of the tier `expert`; of answers whose cosine to it is
+    below `similarity` the tier is said to be poor. What share is good is judged against what is usual for the tier (or
+    a cluster of questions): it is doubtful when it is surely below that by more than the share `max_drop`, or surely
+    below `min_quality` at all (0: whatever is usual will do). `retrain_above` is by how much the poor ones of the last
+    100 may be more than usual. `seed` makes the choice of samples repeatable. What is known of a tier or cluster that
+    has had no samples for `keep_days` is forgotten.
+    """
+
+    sampling: Share = 0.05
+    tiers: Annotated[list[str], Field(min_length=1)] = ["simple", "medium"]
+    expert: str = "expert"
+    similarity: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    min_quality: Share = 0.3
+    max_drop: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    retrain_above: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    timeout_s: Seconds = 60.0
+    keep_days: Annotated[float, Field(gt=0, le=365)] = 30.0
+    seed: int | None = None
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raises `ValueError` unless `expert` is one of the tiers `names`, and `tiers` are cheaper ones."""
+        place = {name: index for index, name in enumerate(names)}
+        if self.expert not in place:
+            raise ValueError(f"quality.expert: {self.expert!r} is no tier; one of {', '.join(names)}")
+        cheaper = names[: place[self.expert]]
+        for name in self.tiers:
+            if name not in cheaper:
+                raise ValueError(
+                    f"quality.tiers: {name!r} is not cheaper than {self.expert!r}; allowed are "
+                    f"{', '.join(cheaper) or 'none'}"
+                )
+
+
+class SafetyPolicy(Row):
+    """The table `[safety]`: words that no answer may have, beside the secrets and card numbers that are looked for
+    anyway. Case does not count; of a language with spaces only whole words do."""
+
+    words: Annotated[list[Annotated[str, Field(min_length=2, max_length=100)]], Field(max_length=1000)] = []
+
+
 class Tiers(Row):
-    """tiers.toml: the tiers from cheap to dear, the limits, and the cache's policy if there is a cache."""
+    """tiers.toml: the tiers from cheap to dear, the limits, and the policies of what is optional."""
 
     tier: Annotated[list[Tier], Field(min_length=1)]
     limits: Limits = Limits()
     cache: CachePolicy | None = None
+    quality: QualityPolicy | None = None
+    safety: SafetyPolicy = SafetyPolicy()
+
+    @model_validator(mode="after")
+    def _quality_is_of_tiers(self) -> Tiers:
+        if self.quality is not None:
+            self.quality.check_names([tier.name for tier in self.tier])
+        return self
 
 
 def read_toml(path: Path, model: type[ModelT]) -> ModelT:

@@ -1,4 +1,7 @@
-"""The way of one request, top to bottom: admit, identify, route, reserve, cache, generate, settle."""
+"""The way of one request, top to bottom: admit, identify, route, reserve, cache, generate, settle.
+
+What comes after the last event (safety, quality) is in `orchestrator.afterwards`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from orchestrator.answer import Answer, CacheFacts, CallerOutput
+from orchestrator.afterwards import Afterwards
+from orchestrator.answer import Answer, CacheFacts, CallerOutput, Output
 from orchestrator.cache.control import HEADER, parse_cache_control
 from orchestrator.cache.key import Origin
 from orchestrator.cache.operations import operate
@@ -38,7 +42,11 @@ from orchestrator.limits.gate import Gate, Permit, counts_tokens, may_use, not_a
 from orchestrator.limits.keys import Key
 from orchestrator.limits.ledger import Amount
 from orchestrator.limits.queue import CLASSES, Queue
+from orchestrator.money import Spending
+from orchestrator.quality.sampler import Quality
 from orchestrator.request import REQUEST_ID_RULE, Request, is_request_id, parse_request
+from orchestrator.safety.hold import FlaggedError
+from orchestrator.safety.rules import RuleFilter
 from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.text import Piece
 from orchestrator.streaming.tokenizer import ChatTokenizer
@@ -62,13 +70,16 @@ class Pipeline:
         *,
         cache: AnswerCache | None = None,
         gate: Gate | None = None,
+        quality: Quality | None = None,
     ) -> None:
-        """`cloud` is needed by cloud tiers alone; without `gate` there are no keys."""
+        """`cloud` is needed by cloud tiers alone; without `gate` there are no keys, without `quality` no samples."""
         self._tiers = tiers.tier
         self._engines = engines
         self._cloud = cloud
         self._cache = cache
         self._gate = gate or Gate()
+        self._quality = quality
+        self.spending = Spending()
         self._flights = Flights()
         # An engine that hangs holds up its own queue alone; whom an API serves first is its own matter.
         limits = tiers.limits
@@ -80,6 +91,8 @@ class Pipeline:
             for tier in self._tiers
             if tier.cloud is None
         }
+        safety = RuleFilter(tiers.safety.words)
+        self.afterwards = Afterwards(safety, tiers, quality, self._generate_aside, self._queues)
         # Tiers of one model share its tokenizer.
         folders = {tier.name: tier.tokenizer for tier in self._tiers if tier.tokenizer is not None}
         loaded = {folder: ChatTokenizer.load(root / folder) for folder in set(folders.values())}
@@ -94,7 +107,7 @@ class Pipeline:
             self._admit(call)
             ride.key = key = self._gate.identify(call)
             request = parse_request(call.body)
-            tier = self._route(request, key)
+            tier = self._lift(ride, request, self._route(request, key))
             output = ride.output = CallerOutput(call, request)
             query = self._read_query(call, request, key)
             ride.ends_at_s = find_end_s(call, key)
@@ -161,6 +174,19 @@ class Pipeline:
             f"model: {shorten(request.model)} does not exist; one of {', '.join(names)}", param="model"
         )
 
+    def _lift(self, ride: Ride, request: Request, tier: Tier) -> Tier:
+        """For "auto", the next tier that the key allows instead of one whose answers are doubtful."""
+        assert ride.key is not None
+        if self._quality is None or request.model != AUTO:
+            return tier
+        for above in self._tiers[self._tiers.index(tier) + 1 :]:
+            if not self._quality.is_doubtful(tier.name):
+                break
+            if may_use(ride.key, above.name):
+                ride.lifted_from = ride.lifted_from or tier.name
+                tier = above
+        return tier
+
     async def _reserve(self, ride: Ride, request: Request, tier: Tier) -> None:
         """Room in the key's quotas for the most that the request may take, whoever will answer it."""
         assert ride.key is not None
@@ -198,11 +224,12 @@ class Pipeline:
         """The flight that brings the answer; it is another caller's if one who asks the same is on his way."""
         assert ride.output is not None
         if hit is not None:
-            return self._flights.start(None, partial(self._replay, request, hit))
+            return self._flights.start(None, partial(self._replay, ride, request, hit))
         make = partial(self._make, ride, Answer(request, tier, len(ride.call.body), input_ids=ride.input_ids), query)
         if query is None:
             return self._flights.start(None, make)
-        name = None if query.control.no_cache else (query.identity.exact_key, query.control)
+        must_hold = ride.key is not None and ride.key.hold_flagged
+        name = None if query.control.no_cache else (query.identity.exact_key, query.control, must_hold)
         flight = self._flights.find(name)
         ride.output.cache = CacheFacts("miss") if flight is None else CacheFacts("exact", 1.0, 0.0, is_shared=True)
         return flight or self._flights.start(name, make)
@@ -211,15 +238,24 @@ class Pipeline:
         """What nobody has at hand: another question's answer, or a new one."""
         if query is not None and self._cache is not None:
             if hit := await self._cache.find_near(query):
-                return await self._replay(answer.request, hit, flight)
+                return await self._replay(ride, answer.request, hit, flight)
             if query.control.only_if_cached:
                 raise NotCachedError(f"{HEADER}: only-if-cached, and there is no stored answer to this question")
-        await self._generate_in_turn(ride, answer, flight)
+        assert ride.key is not None
+        output = self.afterwards.hold(ride.key, flight)
+        try:
+            await self._generate_in_turn(ride, answer, output)
+        except FlaggedError:
+            pass  # it has ended, before what was flagged
+        if await self.afterwards.is_flagged(output, answer, ride.call, ride.key):
+            return
+        self.afterwards.sample(answer, ride.call, ride.key, query, ride.lifted_from)
         if query is not None and self._cache is not None and may_be_kept(answer.choices):
             await self._cache.keep(query, store_answer(answer, flight.pieces))
 
-    async def _replay(self, request: Request, hit: Hit, flight: Flight) -> None:
-        """A stored answer as if it were made now."""
+    async def _replay(self, ride: Ride, request: Request, hit: Hit, flight: Flight) -> None:
+        """A stored answer as if it were made now; one that is flagged by now was served for the last time."""
+        assert ride.key is not None and self._cache is not None
         stored, tiers = hit.answer, {tier.name: tier for tier in self._tiers}
         answer = Answer(
             request,
@@ -231,16 +267,37 @@ class Pipeline:
             cache=CacheFacts(hit.kind, hit.similarity, hit.age_s),
         )
         flight.hit = hit
-        flight.begin(answer, uuid.uuid4().hex)
+        output = self.afterwards.hold(ride.key, flight)
+        output.begin(answer, uuid.uuid4().hex)
         (choice,) = answer.choices
-        for piece in stored.pieces:
-            flight.emit(choice, piece)
-        flight.end_choice(choice, "stop")
-        flight.finish()
+        try:
+            for piece in stored.pieces:
+                output.emit(choice, piece)
+            output.end_choice(choice, "stop")
+            output.finish()
+        except FlaggedError:
+            pass
+        if await self.afterwards.is_flagged(output, answer, ride.call, ride.key):
+            await self._cache.evict(hit.entry)
 
     # --- generate, settle ---
 
-    async def _generate_in_turn(self, ride: Ride, answer: Answer, flight: Flight) -> None:
+    async def _generate_aside(self, answer: Answer, output: Output) -> None:
+        """As a batch request, for nobody."""
+        queue = self._queues.get(answer.tier.model)
+        if queue is None:
+            await self._generate(answer, output)
+            return
+        ticket = queue.enter("batch")
+        try:
+            output.on_cancel(ticket.give_up)
+            await ticket.wait()
+            output.raise_if_cancelled()
+            await self._generate(answer, output)
+        finally:
+            ticket.leave()
+
+    async def _generate_in_turn(self, ride: Ride, answer: Answer, flight: Output) -> None:
         assert ride.key is not None
         queue = self._queues.get(answer.tier.model)
         if queue is None:
@@ -260,7 +317,7 @@ class Pipeline:
         finally:
             ticket.leave()
 
-    async def _generate(self, answer: Answer, flight: Flight) -> None:
+    async def _generate(self, answer: Answer, flight: Output) -> None:
         """The whole answer, its last event too."""
         name = answer.tier.name
         if answer.tier.cloud is None:
@@ -271,10 +328,13 @@ class Pipeline:
             raise InternalError(f"tier {name!r} is a cloud tier, but there is no client for it")
 
     async def _settle(self, ride: Ride) -> None:
-        """After the last event: quotas, and the log line. Quality sampling settles here."""
+        """After the last event: quotas, what it cost, and the log line."""
         call, key, output = ride.call, ride.key, ride.output
+        used = measure(ride)
         if ride.permit is not None:
-            await ride.permit.settle(measure(ride))
+            await ride.permit.settle(used)
+        if key is not None and ride.flight is not None and ride.flight.answer is not None:
+            self.spending.count(key.tenant, ride.flight.answer, used)
         line = {"event": "request", "outcome": ride.outcome, "id": call.id, "x_request_id": call.request_id}
         line |= {} if key is None else {"key": key.id, "tenant": key.tenant}
         if output is not None:
@@ -295,6 +355,7 @@ class Ride:
         self.input_ids: list[int] | None = None  # the prompt's, if it was tokenised for the quotas
         self.output: CallerOutput | None = None
         self.flight: Flight | None = None
+        self.lifted_from: str | None = None  # the tier that would have answered, were its answers not doubtful
         self.outcome = "ok"
 
 

@@ -11,11 +11,14 @@ from pathlib import Path
 from perf.cache_quality import cache_quality
 from perf.cache_speed import cache_speed
 from perf.cancel import cancel
+from perf.cost import cost
 from perf.errors import PerfError
 from perf.litellm import litellm
 from perf.overhead import overhead
+from perf.quality_drift import quality_drift
 from perf.report import publish
 from perf.router_quality import router_quality
+from perf.safety_speed import safety_speed
 from perf.stack import find_artifact
 from perf.stagger import stagger
 from perf.streams import streams
@@ -58,6 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table, result = cache_lookup_speed(
                 options.pairs, embedder, options.sizes, options.operations, options.stores
             )
+        elif options.command == "quality":
+            from perf.embedder import ArtifactEmbedder
+
+            embedder = ArtifactEmbedder(find_artifact(options.artifacts, "cpu"))
+            table, result = quality_drift(options.runs, options.topic_runs, embedder)
+        elif options.command == "cost":
+            table, result = cost(options.artifacts, options.target, options.log, options.data, options.requests)
+        elif options.command == "safety":
+            table, result = safety_speed(options.rounds)
         else:
             table, result = cancel(options.artifacts, options.times, options.others)
         publish(table, result, options.json)
@@ -109,6 +121,16 @@ def _parser() -> argparse.ArgumentParser:
     command = add("router-quality", "how often the classifier finds the right tier")
     command.add_argument("--data", type=Path, default=Path("tests/data/router_unseen.jsonl"), metavar="FILE")
     command.add_argument("--errors", type=Path, metavar="FILE", help="write the conversations judged wrongly to FILE")
+    command = add("quality", "how soon the quality monitor finds a drift, and how often it is wrong")
+    command.add_argument("--runs", type=_count, default=200, help="simulated runs of 10,000 requests, of each kind")
+    command.add_argument("--topic-runs", type=_count, default=16, help="runs with real questions")
+    command = add("cost", "what routing and the cache save against the dearest tier alone")
+    command.add_argument("--log", type=Path, metavar="FILE", help="a server's triton.log (default: make traffic)")
+    command.add_argument("--target", default="cpu", help="whose prices count, and what the traffic goes to")
+    command.add_argument("--data", type=Path, default=Path("build/data/router.jsonl"), metavar="FILE", help="traffic")
+    command.add_argument("--requests", type=_count, default=200, help="conversations of the traffic")
+    command = add("safety", "what the safety filter costs")
+    command.add_argument("--rounds", type=_count, default=200, help="texts of each size")
     command = add("cache-speed", "how long a hit takes over HTTP, and what a miss costs")
     command.add_argument("--entries", type=_counts, default=[10, 1000], help="stored answers, such as 10,1000")
     command.add_argument("--clients", type=_counts, default=[1, 16], help="such as 1,16")

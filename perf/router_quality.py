@@ -18,11 +18,12 @@ import numpy.typing as npt
 from build.errors import BuildError
 from build.router_data import Labelled, read_labelled
 from build.router_scores import Scores, score
+from orchestrator.quality.wilson import wilson_interval
 from orchestrator.routing.complexity import TIERS, Complexity
 from orchestrator.routing.conversation import Turn
 from perf.errors import PerfError
 from perf.report import format_table, say
-from perf.stats import percentile, wilson_interval
+from perf.stats import percentile
 
 
 class Router(Protocol):

@@ -132,6 +132,13 @@ class AnswerCache:
         except Exception:
             self._note_store_error()
 
+    async def evict(self, entry: Entry) -> None:
+        """It is served no more; the next answer to its question may be."""
+        try:
+            await self._lookup.store.mark_wrong(entry.identity, entry)
+        except Exception:
+            self._note_store_error()
+
     def remember(self, answer_id: str, query: Query, hit: Hit) -> None:
         """So that the operator can name it."""
         self._hits[answer_id] = (query.identity, hit.entry)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from orchestrator.config import ConfigError
 from orchestrator.limits.keys import KEYS_VARIABLE, read_keys
+from orchestrator.quality import FOLDER_VARIABLE
 from orchestrator.triton.artifact import Artifact, check_artifact
 from orchestrator.triton.front import FrontOptions, is_loopback
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
@@ -162,7 +163,11 @@ def serve(options: ServeOptions) -> None:
                 shm_prefix=cleaner.shm_prefix,
                 restricted_key=secrets.token_urlsafe(),
                 exit_timeout_s=math.ceil(options.drain_timeout_s),
-                environ={**os.environ, KEYS_VARIABLE: str(options.keys.absolute()) if options.keys else ""},
+                environ={
+                    **os.environ,
+                    KEYS_VARIABLE: str(options.keys.absolute()) if options.keys else "",
+                    FOLDER_VARIABLE: str(run_dir),
+                },
             )
             gateway = gateway_command(artifact, options, ports, run_dir)
             front = options.front.command(artifact.root, ports, options.drain_timeout_s)

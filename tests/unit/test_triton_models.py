@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_pb_utils as pb_utils
@@ -22,6 +23,7 @@ from orchestrator.engines import Chunk, Deliver, EngineRefusal, EngineRequest
 from orchestrator.engines.parsing import parse_engine_request
 from orchestrator.errors import CancelledError, InvalidRequestError, OverloadedError
 from orchestrator.generation import build_engine_request
+from orchestrator.money import Spending
 from orchestrator.request import ChatRequest
 from orchestrator.triton import adapter, engine_client, engine_model
 from orchestrator.triton.sender import Sender
@@ -323,8 +325,10 @@ def test_a_client_that_leaves_stops_its_request_alone(model: engine_model.Engine
 class BlockingPipeline:
     """Holds every call until the test lets go."""
 
-    def __init__(self, *_: object, cache: None, gate: object) -> None:
+    def __init__(self, *_: object, cache: None, gate: object, quality: None) -> None:
         self.go = threading.Event()
+        self.spending = Spending()
+        self.afterwards = SimpleNamespace(num_flagged={}, quality=None)
 
     async def finish(self) -> None:
         pass
