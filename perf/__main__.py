@@ -11,7 +11,6 @@ from pathlib import Path
 from perf.cache_quality import cache_quality
 from perf.cache_speed import cache_speed
 from perf.cancel import cancel
-from perf.cost import cost
 from perf.errors import PerfError
 from perf.litellm import litellm
 from perf.overhead import overhead
@@ -66,7 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             embedder = ArtifactEmbedder(find_artifact(options.artifacts, "cpu"))
             table, result = quality_drift(options.runs, options.topic_runs, embedder)
+            if options.answers:
+                from perf.likeness import likeness  # no command but this and the next needs httpx
+
+                result["likeness"] = likeness(find_artifact(options.artifacts, "cpu"), embedder, options.answers)
+                table += f"\n\ntwo answers: {result['likeness']}"
         elif options.command == "cost":
+            from perf.cost import cost
+
             table, result = cost(options.artifacts, options.target, options.log, options.data, options.requests)
         elif options.command == "safety":
             table, result = safety_speed(options.rounds)
@@ -124,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("quality", "how soon the quality monitor finds a drift, and how often it is wrong")
     command.add_argument("--runs", type=_count, default=200, help="simulated runs of 10,000 requests, of each kind")
     command.add_argument("--topic-runs", type=_count, default=16, help="runs with real questions")
+    command.add_argument("--answers", type=_count, help="also ask target cpu so many questions twice")
     command = add("cost", "what routing and the cache save against the dearest tier alone")
     command.add_argument("--log", type=Path, metavar="FILE", help="a server's triton.log (default: make traffic)")
     command.add_argument("--target", default="cpu", help="whose prices count, and what the traffic goes to")
