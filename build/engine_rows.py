@@ -160,5 +160,13 @@ class ComplexityParameters(Row):
     num_threads: Count
 
 
+class SpeechParameters(Row):
+    """Engines `vad`, `stt`, `turn` and `tts`: a speech model on CPU, whose one inference `num_threads` compute."""
+
+    engine: Literal["vad", "stt", "turn", "tts"]
+    num_threads: Count
+
+
 EmbedderParameters = WordPieceParameters | OnnxRuntimeParameters
 EngineParameters = OpenVINOParameters | ScriptedParameters | TensorRTLLMParameters
+AnyParameters = EngineParameters | EmbedderParameters | ComplexityParameters | SpeechParameters

@@ -187,4 +187,27 @@ class ComplexityRow(Row):
         return (self.weights,)
 
 
-AnyModelRow = ModelRow | EmbedderRow | ComplexityRow
+class SpeechRow(Row):
+    """A speech model: `models/<name>.toml`. Its `files` are used as they are.
+
+    `language` is the one that it understands or speaks (ISO 639-1), `voice` is whose one it speaks with.
+    """
+
+    name: Name
+    licence: str
+    files: Annotated[list[PackagedFile], Field(min_length=1)]
+    language: Annotated[str, Field(pattern=r"^[a-z]{2}$")] | None = None
+    voice: Name | None = None
+
+    @model_validator(mode="after")
+    def _is_one_package(self) -> SpeechRow:
+        if len({(file.package, file.version) for file in self.files}) > 1:
+            raise ValueError("files must come from one package in one version")
+        return self
+
+    @property
+    def sources(self) -> tuple[PackagedFile, ...]:
+        return tuple(self.files)
+
+
+AnyModelRow = ModelRow | EmbedderRow | ComplexityRow | SpeechRow

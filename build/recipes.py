@@ -13,7 +13,7 @@ from build.bert_onnx import write_bert_onnx
 from build.checkpoint_tokenizer import copy_tokenizer
 from build.complexity_onnx import write_complexity_onnx
 from build.e5_file import read_e5
-from build.engine_rows import ComplexityParameters, EmbedderParameters, EngineParameters, TensorRTLLMParameters
+from build.engine_rows import AnyParameters, TensorRTLLMParameters
 from build.fetch import cached_path, fetch
 from build.gpu_rows import Container, Gpu
 from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow, PackagedFile
@@ -140,6 +140,12 @@ def export_classifier(job: Job) -> None:
     write_complexity_onnx(file, read_adapter(), job.classifier, job.folder / "model.onnx")
 
 
+def copy_files(job: Job) -> None:
+    """The files of a speech model."""
+    for source in job.model.sources:
+        shutil.copyfile(fetch(source, job.cache), job.folder / source.file)
+
+
 def checkpoint(job: Job) -> Product:
     """The model's own checkpoint."""
     assert job.llm.checkpoint is not None  # `build.pairs` refused the others
@@ -205,6 +211,7 @@ WORD_PIECES = Step("copy tokenizer", copy_word_pieces)
 ONNX = Step("export weights to ONNX", export_onnx)
 PIECES = Step("convert tokenizer", convert_pieces)
 CLASSIFIER = Step("export classifier to ONNX", export_classifier)
+FILES = Step("copy files", copy_files)
 
 RECIPES: dict[str, Recipe] = {
     "openvino": Recipe(
@@ -216,6 +223,11 @@ RECIPES: dict[str, Recipe] = {
     "wordpiece": Recipe(steps=(FETCH, WORD_PIECES), tools=("tokenizers",)),
     "complexity": Recipe(steps=(FETCH, PIECES, CLASSIFIER), tools=("numpy", "onnx", "safetensors", "tokenizers")),
     "onnxruntime": Recipe(steps=(FETCH, ONNX), tools=("numpy", "onnx", "safetensors")),
+    # What runs them need not be there to copy them; a model that cannot be loaded is better refused now.
+    "vad": Recipe(steps=(FETCH, FILES), tools=("onnxruntime",)),
+    "stt": Recipe(steps=(FETCH, FILES), tools=("faster-whisper", "soundfile", "soxr")),
+    "turn": Recipe(steps=(FETCH, FILES), tools=("onnxruntime",)),
+    "tts": Recipe(steps=(FETCH, FILES), tools=("piper-tts",)),
 }
 
 # Runtime "llmapi" of engine "tensorrt_llm" is made differently.
@@ -244,7 +256,7 @@ RECIPES[LLMAPI] = Recipe(
 )
 
 
-def recipe_of(parameters: EngineParameters | EmbedderParameters | ComplexityParameters) -> Recipe:
+def recipe_of(parameters: AnyParameters) -> Recipe:
     """The recipe of an engine by its parameters."""
     is_llmapi = isinstance(parameters, TensorRTLLMParameters) and parameters.runtime == "llmapi"
     return RECIPES[LLMAPI if is_llmapi else parameters.engine]

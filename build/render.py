@@ -16,11 +16,12 @@ from tritonclient.grpc import model_config_pb2
 
 from build.engine_rows import TensorRTLLMParameters
 from build.errors import BuildError
-from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow
+from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow, SpeechRow
 from build.plan import EnginePlan
 from build.render_trtllm import backend_parameters, llmapi_parameters
 from build.rows import TargetRow, TierRow, TritonModel
-from orchestrator.config import Embedder, Tier, Tiers
+from orchestrator.config import Embedder, Speaker, Speech, Tier, Tiers, Transcriber
+from orchestrator.contracts import STT_MODEL, TTS_MODEL
 
 
 def render_config(
@@ -93,7 +94,7 @@ def engine_parameters(
         values |= {"max_input_tokens": model.max_input_tokens, "pad_id": model.token_ids.pad}
     elif isinstance(model, ComplexityRow):
         values |= {"max_input_tokens": model.max_input_tokens}
-    else:
+    elif isinstance(model, ModelRow):
         values |= {
             "context_window": model.architecture.context_window,
             "vocab_size": model.architecture.vocab_size,
@@ -127,6 +128,17 @@ def make_embedder(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Embed
         sep_id=model.token_ids.sep,
         pad_id=model.token_ids.pad,
     )
+
+
+def make_speech(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Speech | None:
+    """What the gateway must know of the target's speech models; None where it has none to know of."""
+    rows = {name: models[row] for name, (row, _) in target.speech.items()}
+    transcriber, speaker = None, None
+    if isinstance(row := rows.get(STT_MODEL), SpeechRow):
+        transcriber = Transcriber(name=row.name, language=row.language or "")
+    if isinstance(row := rows.get(TTS_MODEL), SpeechRow):
+        speaker = Speaker(name=row.name, voice=row.voice or "")
+    return Speech(transcriber=transcriber, speaker=speaker) if transcriber or speaker else None
 
 
 def _cloud_tier(row: TierRow) -> Tier:

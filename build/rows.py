@@ -7,21 +7,33 @@ range is a `ConfigError` that names the file and the key.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
 from build.engine_rows import (
+    AnyParameters,
     ComplexityParameters,
     DraftTarget,
     EmbedderParameters,
     EngineParameters,
+    SpeechParameters,
     TensorRTLLMParameters,
 )
 from build.errors import BuildError
 from build.gpu_rows import Container, Gpu
-from build.model_rows import AnyModelRow, ComplexityRow, Count, EmbedderRow, ModelRow, Name
-from orchestrator.config import CachePolicy, Cloud, Generation, Limits, Row, ToolFormat, read_toml
+from build.model_rows import AnyModelRow, ComplexityRow, Count, EmbedderRow, ModelRow, Name, SpeechRow
+from orchestrator.config import (
+    CachePolicy,
+    Cloud,
+    Generation,
+    Limits,
+    Row,
+    ToolFormat,
+    check_toml,
+    parse_toml,
+    read_toml,
+)
 from orchestrator.contracts import COMPLEXITY_MODEL, ORCHESTRATOR_MODEL
 
 HERE = Path(__file__).parent
@@ -48,9 +60,7 @@ class TritonModel(Row):
     instance_kind: Literal["KIND_CPU"]
     instance_count: Count
     model: Name | None = None
-    parameters: (
-        Annotated[EngineParameters | EmbedderParameters | ComplexityParameters, Field(discriminator="engine")] | None
-    ) = None
+    parameters: Annotated[AnyParameters, Field(discriminator="engine")] | None = None
 
     @model_validator(mode="after")
     def _engine_is_whole(self) -> TritonModel:
@@ -134,6 +144,9 @@ class TargetRow(Row):
                 f"models: engine 'complexity' is for the model {COMPLEXITY_MODEL!r} alone "
                 f"(got {', '.join(self.classifiers)})"
             )
+        for name, (_, speech) in self.speech.items():
+            if speech.engine != name:
+                raise ValueError(f"models.{name}: a speech model is named as its engine, {speech.engine!r}")
         has_engines = bool(self.trtllm_engines)
         if (self.gpu is not None, self.container is not None) != (has_engines, has_engines):
             raise ValueError("gpu, container: both with engines 'tensorrt_llm', neither without")
@@ -186,12 +199,26 @@ class TargetRow(Row):
         }
 
     @property
+    def speech(self) -> dict[str, tuple[str, SpeechParameters]]:
+        """The same for the speech models, of those that the target has."""
+        return {
+            name: (model.model, model.parameters)
+            for name, model in self.models.items()
+            if model.model is not None and isinstance(model.parameters, SpeechParameters)
+        }
+
+    @property
+    def parts(self) -> dict[str, tuple[str, AnyParameters]]:
+        """The same for all of them."""
+        return {**self.engines, **self.embedders, **self.classifiers, **self.speech}
+
+    @property
     def embedder(self) -> str:
         """The name of the sentence embedder's row."""
         return next(row for row, _ in self.embedders.values())
 
 
-RowT = TypeVar("RowT", TargetRow, ModelRow, EmbedderRow, ComplexityRow)
+RowT = TypeVar("RowT", TargetRow, ModelRow, EmbedderRow, ComplexityRow, SpeechRow)
 
 
 # --- reading -----------------------------------------------------------------------------------------------
@@ -203,10 +230,28 @@ def list_targets(folder: Path = HERE / "targets") -> list[str]:
 
 
 def load_target(name: str, folder: Path = HERE / "targets") -> TargetRow:
-    """The row of target `name`; raises `BuildError` if there is none and `ConfigError` if it is wrong."""
+    """The row of target `name`; raises `BuildError` if there is none and `ConfigError` if it is wrong.
+
+    A row may say `extends = "cpu"`: it is that one, with what it says itself put over it, table by table.
+    """
     if name not in list_targets(folder):
         raise BuildError(f"unknown target {name!r}; targets: {', '.join(list_targets(folder))}")
-    return _named(read_toml(folder / f"{name}.toml", TargetRow), name)
+    path = folder / f"{name}.toml"
+    data = parse_toml(path)
+    if (base := data.pop("extends", None)) is not None:
+        if base not in list_targets(folder):
+            raise BuildError(f"{name}.toml: extends: {base!r} is no target; targets: {', '.join(list_targets(folder))}")
+        data = _put_over(parse_toml(folder / f"{base}.toml"), data)  # one that extends another has an unknown key
+    return _named(check_toml(path, data, TargetRow), name)
+
+
+def _put_over(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with what `over` says: tables are joined, all else is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        is_table = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _put_over(base[key], value) if is_table else value
+    return merged
 
 
 def load_models(target: TargetRow, folder: Path = HERE / "models") -> dict[str, AnyModelRow]:
@@ -221,6 +266,8 @@ def load_models(target: TargetRow, folder: Path = HERE / "models") -> dict[str, 
         rows[name] = _load_model(target, name, ModelRow, folder)
     for name, _ in target.classifiers.values():
         rows[name] = _load_model(target, name, ComplexityRow, folder)
+    for name, _ in target.speech.values():
+        rows[name] = _load_model(target, name, SpeechRow, folder)
     return rows | {target.embedder: _load_model(target, target.embedder, EmbedderRow, folder)}
 
 

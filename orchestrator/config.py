@@ -128,6 +128,30 @@ class Embedder(Row):
     pad_id: Annotated[int, Field(ge=0)]
 
 
+ModelName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+
+
+class Transcriber(Row):
+    """What the gateway must know of the model behind `stt`; `language` is the one that it understands (ISO 639-1)."""
+
+    name: ModelName
+    language: Annotated[str, Field(pattern=r"^[a-z]{2}$")]
+
+
+class Speaker(Row):
+    """What the gateway must know of the model behind `tts`."""
+
+    name: ModelName
+    voice: ModelName
+
+
+class Speech(Row):
+    """speech.toml: the speech models that `/v1/audio` uses; a model is left out where the target has none."""
+
+    transcriber: Transcriber | None = None
+    speaker: Speaker | None = None
+
+
 class Limits(Row):
     """What one orchestrator instance takes on at once: up to `max_live_requests`, further ones are refused.
 
@@ -164,12 +188,21 @@ class Tiers(Row):
 
 def read_toml(path: Path, model: type[ModelT]) -> ModelT:
     """Read `path` into `model`; raises `ConfigError` naming the file and every wrong key."""
+    return check_toml(path, parse_toml(path), model)
+
+
+def parse_toml(path: Path) -> dict[str, Any]:
+    """The table in the file at `path`; raises `ConfigError`."""
     try:
-        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def check_toml(path: Path, data: dict[str, Any], model: type[ModelT]) -> ModelT:
+    """`data`, which is of the file at `path`, as `model`; raises `ConfigError` naming the file and every wrong key."""
     try:
         return model.model_validate(data)
     except ValidationError as error:

@@ -16,6 +16,7 @@ from perf.litellm import litellm
 from perf.overhead import overhead
 from perf.report import publish
 from perf.router_quality import router_quality
+from perf.speech import speech
 from perf.stack import find_artifact
 from perf.stagger import stagger
 from perf.streams import streams
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table, result = router_quality(options.data, router, options.errors)
         elif options.command == "cache-speed":
             table, result = cache_speed(options.entries, options.clients, options.requests)
+        elif options.command == "speech":
+            table, result = speech(options.artifacts, options.rounds)
         elif options.command == "cache-lookup":
             from perf.cache_lookup_speed import cache_lookup_speed  # nor Redis
             from perf.embedder import ArtifactEmbedder
@@ -113,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--entries", type=_counts, default=[10, 1000], help="stored answers, such as 10,1000")
     command.add_argument("--clients", type=_counts, default=[1, 16], help="such as 1,16")
     command.add_argument("--requests", type=_count, default=400, help="requests of each kind, over all clients")
+    command = add("speech", "how fast questions are spoken and heard, over HTTP")
+    command.add_argument("--rounds", type=_count, default=5, help="times that each question is spoken and heard")
     command = add("cache-lookup", "the semantic cache's lookup by itself, both stores")
     command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs.jsonl"), metavar="FILE")
     command.add_argument("--sizes", type=_counts, default=[10, 1000, 100_000], help="numbers of entries")

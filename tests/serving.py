@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 CHAT_PATH = "/v1/chat/completions"
 PORTS = ("port", "triton-http-port", "triton-grpc-port", "triton-metrics-port", "grpc-front-port")
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from orchestrator.config import Embedder, load_tiers, read_toml
-from orchestrator.contracts import ANSWER_HEADERS, EMBEDDING_MODEL
+from orchestrator.config import Embedder, Speech, load_tiers, read_toml
+from orchestrator.contracts import ANSWER_HEADERS, EMBEDDING_MODEL, STT_MODEL, TTS_MODEL
 from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ModelNotFoundError, shorten
 from orchestrator.gateway.cache_admin import CacheOperation
 from orchestrator.gateway.chat import Completions
@@ -28,6 +28,8 @@ from orchestrator.gateway.guard import Guard
 from orchestrator.gateway.messages import error_headers, forwarded_headers
 from orchestrator.gateway.metrics import CONTENT_TYPE, render_page
 from orchestrator.gateway.openapi import describe
+from orchestrator.gateway.speech import SPEECH_PATH, Speaking
+from orchestrator.gateway.transcriptions import TRANSCRIPTIONS_PATH, Transcriptions
 from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.pipeline import AUTO
 
@@ -53,7 +55,11 @@ def create_app(options: GatewayOptions) -> Guard:
     tiers = load_tiers(options.artifact / "tiers.toml").tier
     embedder = read_toml(options.artifact / "embedder.toml", Embedder)
     generators = dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])
-    model_names = [AUTO, *generators, EMBEDDING_MODEL, embedder.name]
+    speech_path = options.artifact / "speech.toml"
+    speech = read_toml(speech_path, Speech) if speech_path.exists() else Speech()
+    hearing = [STT_MODEL, speech.transcriber.name] if speech.transcriber else []
+    speaking = [TTS_MODEL, speech.speaker.name] if speech.speaker else []
+    model_names = [AUTO, *generators, EMBEDDING_MODEL, embedder.name, *hearing, *speaking]
     engines = list(dict.fromkeys(tier.model for tier in tiers if tier.cloud is None))
     created = int((options.artifact / "manifest.json").stat().st_mtime)
     triton = TritonClient(options.triton_grpc_url)
@@ -105,6 +111,8 @@ def create_app(options: GatewayOptions) -> Guard:
         "/v1/chat/completions": Completions(triton, "chat"),
         "/v1/completions": Completions(triton, "completion"),
         "/v1/embeddings": Embeddings(triton, embedder, with_keys=options.with_keys),
+        TRANSCRIPTIONS_PATH: Transcriptions(triton, speech.transcriber, with_keys=options.with_keys),
+        SPEECH_PATH: Speaking(triton, speech.speaker, with_keys=options.with_keys),
         "/v1/rt/cache/wrong": CacheOperation(triton, "wrong"),
         "/v1/rt/cache/invalidate": CacheOperation(triton, "invalidate"),
     }

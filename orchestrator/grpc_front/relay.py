@@ -77,7 +77,7 @@ def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyRe
     headers = [
         (name, request.parameters[name].string_param) for name in FORWARDED_HEADERS if name in request.parameters
     ]
-    return MeteredResponses(upstream.limits, responses, most_tokens(request), headers), wants_end
+    return MeteredResponses(upstream.limits, responses, EMBEDDING_MODEL, most_tokens(request), headers), wants_end
 
 
 async def infer(upstream: Upstream, data: bytes, metadata: Metadata) -> Any:

@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--keys", type=Path, required=True, metavar="FILE", help="as `serve --keys` has it")
     add.add_argument("--tenant", required=True, metavar="NAME", help="whose it is; tenants share nothing")
     add.add_argument("--id", metavar="NAME", help="what the key is called (default: the tenant and a number)")
-    add.add_argument("--tier", action="append", metavar="NAME", help="a tier, or embedding; repeatable (default all)")
+    add.add_argument(
+        "--tier", action="append", metavar="NAME", help="a tier, embedding, ocr, stt, tts; repeatable (default all)"
+    )
     add.add_argument("--requests-per-minute", type=int, metavar="N", help="default: no limit")
     add.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and answer; default: no limit")
     add.add_argument("--usd-per-day", type=float, metavar="X", help="default: no limit")

@@ -44,7 +44,8 @@ Count = Annotated[int, Field(gt=0, le=10**12)]
 class Key(Row):
     """One key's rights; a limit that is left out is none.
 
-    `digest` is the key's SHA-256 in hexadecimal. `tiers` are names of tiers, and "embedding"; None allows all.
+    `digest` is the key's SHA-256 in hexadecimal. `tiers` are names of tiers, and "embedding", "ocr", "stt", "tts"; None
+    allows all.
     `deadline_ms` counts from a request's arrival, for requests that set none. `may_read_metrics` opens `/metrics`,
     which shows all tenants' numbers.
     """

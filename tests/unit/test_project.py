@@ -90,10 +90,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("regexes",),
     ("schemas",),
     ("config", "wire", "call"),
-    ("streaming", "infer_streams", "readiness", "routing"),
+    ("streaming", "infer_streams", "readiness", "routing", "onnx_session"),
     ("request", "engines", "limits", "quality"),
     ("answer",),
-    ("generation", "embedding", "cache"),
+    ("generation", "embedding", "cache", "voice"),
     ("cloud", "flight"),
     ("pipeline",),
     ("triton", "gateway", "grpc_front", "chat"),
@@ -103,9 +103,11 @@ LAYER_OF = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 
 # A heavy library is imported by the one place that wraps it.
 HEAVY = {
+    "faster_whisper": ("voice/whisper.py",),
+    "piper": (),  # GPL-3.0: model_repository/tts alone
     "gguf": (),
     "onnx": (),
-    "onnxruntime": ("embedding/encoder.py",),
+    "onnxruntime": ("onnx_session.py",),
     "h2": ("cloud/http2.py",),
     "httpcore": ("cloud/http2.py",),
     "httpx": ("cloud/client.py",),
@@ -114,6 +116,8 @@ HEAVY = {
     "prometheus_client": ("gateway/",),
     "pytriton": (),
     "redis": ("cache/redis_store.py", "cache/guarded_store.py", "limits/redis_ledger.py"),
+    "soundfile": ("voice/recording.py",),
+    "soxr": ("voice/recording.py", "gateway/speech.py"),
     "snowballstemmer": ("cache/lexicon/",),
     "starlette": ("gateway/",),
     "torch": (),
