@@ -26,7 +26,7 @@ def list_commands(target: TargetRow, models: Mapping[str, AnyModelRow], cache: P
     if target.gpu is not None:
         make_plan(target, models)
     products, notes = [], []
-    for name in [only] if only else [*target.engines, *target.embedders]:
+    for name in [only] if only else target.parts:
         job = make_job(_known(target, name), target, models, Path("model_repository"), cache)
         products += [product for _, product in find_products(job)]
         notes += [f"#   {name}: {step.name}" for step in steps_of(job) if step.product is None]
@@ -78,7 +78,7 @@ def explain(
     except BuildError as error:
         fault = f"cannot be built here: {error}"
     lines = [f"{output}: {fault or 'up to date, so no step runs'}"]
-    for name in (*target.engines, *target.embedders):
+    for name in target.parts:
         job = make_job(name, target, models, Path("model_repository"), cache)
         products = {step.name: product for step, product in find_products(job)}
         for step in steps_of(job):
@@ -96,7 +96,8 @@ def explain(
 
 
 def _known(target: TargetRow, name: str) -> str:
-    names = [*target.engines, *target.embedders]
-    if name not in names:
-        raise BuildError(f"--only: target {target.name!r} has no such engine, {name!r}; there are {', '.join(names)}")
+    if name not in target.parts:
+        raise BuildError(
+            f"--only: target {target.name!r} has no such engine, {name!r}; there are {', '.join(target.parts)}"
+        )
     return name

@@ -21,7 +21,7 @@ from build.model_rows import AnyModelRow
 from build.pairs import check_pairs
 from build.plan import Plan, make_plan
 from build.recipes import make_job, steps_of
-from build.render import make_embedder, make_tiers, render_config, render_ensemble, to_toml
+from build.render import make_embedder, make_speech, make_tiers, render_config, render_ensemble, to_toml
 from build.render_trtllm import model_yaml
 from build.router_adapter import PATH as ADAPTER
 from build.rows import TargetRow
@@ -127,13 +127,15 @@ def _render(
         _write_toml(root / "tiers.toml", make_tiers(target, models))
         load_tiers(root / "tiers.toml")
         _write_toml(root / "embedder.toml", make_embedder(target, models))
+        if (speech := make_speech(target, models)) is not None:
+            _write_toml(root / "speech.toml", speech)
 
 
 def _run_steps(
     target: TargetRow, models: Mapping[str, AnyModelRow], root: Path, cache: Path, progress: Progress
 ) -> None:
     """What each engine's version folder holds, into `root`."""
-    for name in (*target.engines, *target.embedders, *target.classifiers):
+    for name in target.parts:
         job = make_job(name, target, models, root / "model_repository", cache)
         for step in steps_of(job):
             with progress(f"{name}: {step.name}"):
@@ -167,7 +169,7 @@ def _clear(output: Path) -> None:
 
 def _is_ours(output: Path) -> bool:
     """Whether `output` is an artifact, whole or damaged: replacing it takes nothing else away."""
-    parts = {MANIFEST, "tiers.toml", "embedder.toml", "model_repository"}
+    parts = {MANIFEST, "tiers.toml", "embedder.toml", "speech.toml", "model_repository"}
     return output.is_dir() and not output.is_symlink() and {path.name for path in output.iterdir()} <= parts
 
 

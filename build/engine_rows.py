@@ -170,5 +170,33 @@ class ComplexityParameters(Row):
     num_threads: Count
 
 
+class OcrNetworkParameters(Row):
+    """Engines `ocr_detector` and `ocr_recognizer`: a network of an OCR row, run by `runtime`.
+
+    `num_threads` compute one batch. Of requests that Triton batched, those of equal size are computed together, as many
+    as have `max_batch_pixels`: on a CPU larger batches gain nothing, and their activations leave its caches.
+    """
+
+    engine: Literal["ocr_detector", "ocr_recognizer"]
+    runtime: Literal["onnxruntime"]
+    num_threads: Count
+    max_batch_pixels: Count
+
+
+class OcrParameters(Row):
+    """Engine `ocr`: reads an image by the two networks; it has their alphabet."""
+
+    engine: Literal["ocr"]
+
+
+class SpeechParameters(Row):
+    """Engines `vad`, `stt`, `turn` and `tts`: a speech model on CPU, whose one inference `num_threads` compute."""
+
+    engine: Literal["vad", "stt", "turn", "tts"]
+    num_threads: Count
+
+
+AnyOcrParameters = OcrNetworkParameters | OcrParameters
 EmbedderParameters = WordPieceParameters | OnnxRuntimeParameters
 EngineParameters = OpenVINOParameters | ScriptedParameters | TensorRTLLMParameters
+AnyParameters = EngineParameters | EmbedderParameters | ComplexityParameters | AnyOcrParameters | SpeechParameters

@@ -35,8 +35,7 @@ def describe_inputs(
     `code` names the files of the compiler and of the source repository that take part. With `render_only` the engines'
     steps are not run, and the manifest says so. Raises `BuildError` when a tool is not installed.
     """
-    parts = (target.engines | target.embedders | target.classifiers).values()
-    recipes = [] if render_only else [recipe_of(parameters) for _, parameters in parts]
+    recipes = [] if render_only else [recipe_of(parameters) for _, parameters in target.parts.values()]
     tools = {*COMMON_TOOLS, *(tool for recipe in recipes for tool in recipe.tools)}
     inputs = {
         "schema": SCHEMA,

@@ -187,4 +187,50 @@ class ComplexityRow(Row):
         return (self.weights,)
 
 
-AnyModelRow = ModelRow | EmbedderRow | ComplexityRow
+class OcrRow(Row):
+    """A pair of networks that read text in images: `models/<name>.toml`.
+
+    `detector` and `recognizer` are ONNX files; the second has its `num_characters` characters in its metadata.
+    """
+
+    name: Name
+    licence: str
+    num_characters: Count
+    detector: PackagedFile
+    recognizer: PackagedFile
+
+    @model_validator(mode="after")
+    def _is_one_package(self) -> OcrRow:
+        if (self.detector.package, self.detector.version) != (self.recognizer.package, self.recognizer.version):
+            raise ValueError("detector and recognizer must come from one package in one version")
+        return self
+
+    @property
+    def sources(self) -> tuple[PackagedFile, ...]:
+        return (self.detector, self.recognizer)
+
+
+class SpeechRow(Row):
+    """A speech model: `models/<name>.toml`. Its `files` are used as they are.
+
+    `language` is the one that it understands or speaks (ISO 639-1), `voice` is whose one it speaks with.
+    """
+
+    name: Name
+    licence: str
+    files: Annotated[list[PackagedFile], Field(min_length=1)]
+    language: Annotated[str, Field(pattern=r"^[a-z]{2}$")] | None = None
+    voice: Name | None = None
+
+    @model_validator(mode="after")
+    def _is_one_package(self) -> SpeechRow:
+        if len({(file.package, file.version) for file in self.files}) > 1:
+            raise ValueError("files must come from one package in one version")
+        return self
+
+    @property
+    def sources(self) -> tuple[PackagedFile, ...]:
+        return tuple(self.files)
+
+
+AnyModelRow = ModelRow | EmbedderRow | ComplexityRow | OcrRow | SpeechRow

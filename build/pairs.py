@@ -110,12 +110,13 @@ def _model_faults(
                 )
     if isinstance(parameters.speculation, DraftTarget):
         draft = models[parameters.speculation.draft_model]
+        assert isinstance(draft, ModelRow)
         if draft.architecture.vocab_size != numbers.vocab_size:
             yield (
                 f"parameters.speculation.draft_model is {draft.name!r}, with {draft.architecture.vocab_size} tokens; "
                 f"it must share the {numbers.vocab_size} of {model.name}"
             )
-        if not isinstance(draft, ModelRow) or draft.checkpoint is None:
+        if draft.checkpoint is None:
             yield f"parameters.speculation.draft_model is {draft.name!r}, whose row has no `checkpoint`"
 
 

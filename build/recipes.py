@@ -13,17 +13,12 @@ from build.bert_onnx import write_bert_onnx
 from build.checkpoint_tokenizer import copy_tokenizer
 from build.complexity_onnx import write_complexity_onnx
 from build.e5_file import read_e5
-from build.engine_rows import (
-    AdapterRow,
-    ComplexityParameters,
-    EmbedderParameters,
-    EngineParameters,
-    TensorRTLLMParameters,
-)
+from build.engine_rows import AdapterRow, AnyParameters, TensorRTLLMParameters
 from build.fetch import cached_path, fetch
 from build.gpu_rows import Container, Gpu
 from build.lora import write_lora
-from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow, PackagedFile
+from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow, OcrRow, PackagedFile
+from build.ocr_onnx import write_alphabet, write_detector_onnx, write_recognizer_onnx
 from build.openvino_ir import write_openvino_ir
 from build.products import Product
 from build.router_adapter import read_adapter
@@ -66,6 +61,11 @@ class Job:
     @property
     def classifier(self) -> ComplexityRow:
         assert isinstance(self.model, ComplexityRow)
+        return self.model
+
+    @property
+    def reader(self) -> OcrRow:
+        assert isinstance(self.model, OcrRow)
         return self.model
 
     @property
@@ -147,6 +147,27 @@ def export_classifier(job: Job) -> None:
     write_complexity_onnx(file, read_adapter(), job.classifier, job.folder / "model.onnx")
 
 
+def change_detector(job: Job) -> None:
+    """`model.onnx`: PP-OCR's detector, which takes bytes."""
+    write_detector_onnx(fetch(job.reader.detector, job.cache), job.folder / "model.onnx")
+
+
+def change_recognizer(job: Job) -> None:
+    """`model.onnx`: PP-OCR's recogniser, which takes bytes and tells the most probable characters."""
+    write_recognizer_onnx(fetch(job.reader.recognizer, job.cache), job.reader, job.folder / "model.onnx")
+
+
+def copy_alphabet(job: Job) -> None:
+    """`characters.txt`: what the recogniser's classes stand for."""
+    write_alphabet(fetch(job.reader.recognizer, job.cache), job.reader, job.folder / "characters.txt")
+
+
+def copy_files(job: Job) -> None:
+    """The files of a speech model."""
+    for source in job.model.sources:
+        shutil.copyfile(fetch(source, job.cache), job.folder / source.file)
+
+
 def checkpoint(job: Job) -> Product:
     """The model's own checkpoint."""
     assert job.llm.checkpoint is not None  # `build.pairs` refused the others
@@ -220,6 +241,7 @@ WORD_PIECES = Step("copy tokenizer", copy_word_pieces)
 ONNX = Step("export weights to ONNX", export_onnx)
 PIECES = Step("convert tokenizer", convert_pieces)
 CLASSIFIER = Step("export classifier to ONNX", export_classifier)
+FILES = Step("copy files", copy_files)
 
 RECIPES: dict[str, Recipe] = {
     "openvino": Recipe(
@@ -231,6 +253,14 @@ RECIPES: dict[str, Recipe] = {
     "wordpiece": Recipe(steps=(FETCH, WORD_PIECES), tools=("tokenizers",)),
     "complexity": Recipe(steps=(FETCH, PIECES, CLASSIFIER), tools=("numpy", "onnx", "safetensors", "tokenizers")),
     "onnxruntime": Recipe(steps=(FETCH, ONNX), tools=("numpy", "onnx", "safetensors")),
+    "ocr_detector": Recipe(steps=(FETCH, Step("change graph", change_detector)), tools=("onnx",)),
+    "ocr_recognizer": Recipe(steps=(FETCH, Step("change graph", change_recognizer)), tools=("onnx",)),
+    "ocr": Recipe(steps=(FETCH, Step("copy alphabet", copy_alphabet)), tools=("onnx",)),
+    # What runs them need not be there to copy them; a model that cannot be loaded is better refused now.
+    "vad": Recipe(steps=(FETCH, FILES), tools=("onnxruntime",)),
+    "stt": Recipe(steps=(FETCH, FILES), tools=("faster-whisper", "soundfile", "soxr")),
+    "turn": Recipe(steps=(FETCH, FILES), tools=("onnxruntime",)),
+    "tts": Recipe(steps=(FETCH, FILES), tools=("piper-tts",)),
 }
 
 # Runtime "llmapi" of engine "tensorrt_llm" is made differently.
@@ -259,7 +289,7 @@ RECIPES[LLMAPI] = Recipe(
 )
 
 
-def recipe_of(parameters: EngineParameters | EmbedderParameters | ComplexityParameters) -> Recipe:
+def recipe_of(parameters: AnyParameters) -> Recipe:
     """The recipe of an engine by its parameters."""
     is_llmapi = isinstance(parameters, TensorRTLLMParameters) and parameters.runtime == "llmapi"
     return RECIPES[LLMAPI if is_llmapi else parameters.engine]

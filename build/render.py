@@ -16,11 +16,12 @@ from tritonclient.grpc import model_config_pb2
 
 from build.engine_rows import TensorRTLLMParameters
 from build.errors import BuildError
-from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow
+from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow, SpeechRow
 from build.plan import EnginePlan
 from build.render_trtllm import backend_parameters, llmapi_parameters
 from build.rows import TargetRow, TierRow, TritonModel
-from orchestrator.config import Adapter, Embedder, Tier, Tiers
+from orchestrator.config import Adapter, Embedder, Speaker, Speech, Tier, Tiers, Transcriber
+from orchestrator.contracts import STT_MODEL, TTS_MODEL
 
 
 def render_config(
@@ -93,7 +94,7 @@ def engine_parameters(
         values |= {"max_input_tokens": model.max_input_tokens, "pad_id": model.token_ids.pad}
     elif isinstance(model, ComplexityRow):
         values |= {"max_input_tokens": model.max_input_tokens}
-    else:
+    elif isinstance(model, ModelRow):
         values |= {
             "context_window": model.architecture.context_window,
             "vocab_size": model.architecture.vocab_size,
@@ -112,7 +113,14 @@ def make_tiers(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Tiers:
         _engine_tier(row, models[target.engines[row.model][0]], target) if row.cloud is None else _cloud_tier(row)
         for row in target.tiers
     ]
-    return Tiers(tier=tiers, limits=target.limits, routing=target.routing, cache=target.cache)
+    return Tiers(
+        tier=tiers,
+        limits=target.limits,
+        routing=target.routing,
+        cache=target.cache,
+        quality=target.quality,
+        safety=target.safety,
+    )
 
 
 def make_embedder(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Embedder:
@@ -127,6 +135,17 @@ def make_embedder(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Embed
         sep_id=model.token_ids.sep,
         pad_id=model.token_ids.pad,
     )
+
+
+def make_speech(target: TargetRow, models: Mapping[str, AnyModelRow]) -> Speech | None:
+    """What the gateway must know of the target's speech models; None where it has none to know of."""
+    rows = {name: models[row] for name, (row, _) in target.speech.items()}
+    transcriber, speaker = None, None
+    if isinstance(row := rows.get(STT_MODEL), SpeechRow):
+        transcriber = Transcriber(name=row.name, language=row.language or "")
+    if isinstance(row := rows.get(TTS_MODEL), SpeechRow):
+        speaker = Speaker(name=row.name, voice=row.voice or "")
+    return Speech(transcriber=transcriber, speaker=speaker) if transcriber or speaker else None
 
 
 def _cloud_tier(row: TierRow) -> Tier:
@@ -170,17 +189,22 @@ def _adapters(engine: str, parameters: TensorRTLLMParameters) -> list[Adapter]:
 
 
 def to_toml(table: Mapping[str, Any], path: str = "") -> str:
-    """TOML of nested tables and lists of tables; leaves are strings, booleans and numbers."""
+    """TOML of nested tables and lists of tables; leaves are strings, booleans, numbers, and lists of such."""
     # Plain keys first: TOML would count one that follows a sub-table to the sub-table.
-    lines = [f"{key} = {_leaf(value)}\n" for key, value in table.items() if not isinstance(value, (dict, list))]
+    tables = {key for key, value in table.items() if isinstance(value, dict) or _is_list_of_tables(value)}
+    lines = [f"{key} = {_leaf(value)}\n" for key, value in table.items() if key not in tables]
     for key, value in table.items():
         if isinstance(value, dict):
             lines.append(f"\n[{path}{key}]\n{to_toml(value, f'{path}{key}.')}")
-        elif isinstance(value, list):
+        elif _is_list_of_tables(value):
             lines.extend(f"\n[[{path}{key}]]\n{to_toml(item, f'{path}{key}.')}" for item in value)
     return "".join(lines)
 
 
-def _leaf(value: str | bool | int | float) -> str:
-    # JSON's strings, booleans and numbers are TOML's too, except for one control character that JSON allows.
+def _is_list_of_tables(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _leaf(value: str | bool | int | float | list[str] | list[float]) -> str:
+    # JSON's strings, booleans, numbers and lists are TOML's too, except for one control character that JSON allows.
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007F")

@@ -1,4 +1,7 @@
-"""`python -m build router`: train the classifier's adapter from `data/router.jsonl`, and judge it out of fold."""
+"""`python -m build router`: train the classifier's adapter from `data/router.jsonl`, and judge it out of fold.
+
+With `--add`, train it again with cases of the quality monitor (`build.router_cases`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from build import router_adapter, router_data
-from build.e5_file import E5File, read_e5
+from build.e5_file import read_e5
 from build.errors import BuildError
 from build.fetch import cache_folder, fetch, sha256
 from build.model_rows import ComplexityRow
 from build.router_adapter import Adapter, Floats, read_adapter, write_adapter
+from build.router_cases import compare, read_cases, roll_back, take_over
 from build.router_data import Labelled, assign_folds, read_labelled
 from build.router_scores import choose_temperature, score, soft_max
 from build.rows import HERE
@@ -53,7 +58,19 @@ def run_router(argv: list[str]) -> int:
         help="parts for the out-of-fold report and the temperature; 0: keep those of the present adapter (default: 5)",
     )
     parser.add_argument("--epochs", type=int, help="rounds over the data (default: what the settings say)")
+    parser.add_argument(
+        "--add",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="train with these cases too (`python -m orchestrator quality cases`); takes over only if it is better",
+    )
+    parser.add_argument("--rollback", action="store_true", help="go back to the adapter before the last --add")
     arguments = parser.parse_args(argv)
+    if arguments.rollback:
+        roll_back(arguments.output)
+        print(f"{arguments.output}: the one before; now: python -m build --target cpu")
+        return 0
     if arguments.folds == 1 or arguments.folds < 0:
         parser.error(f"--folds {arguments.folds}: 0, or at least 2")
     if arguments.epochs is not None and arguments.epochs < 1:
@@ -65,7 +82,10 @@ def run_router(argv: list[str]) -> int:
             f"training needs {error.name}, which is not installed; pip install -c constraints.txt -e '.[cpu,router]'"
         ) from error
     settings = Settings() if arguments.epochs is None else Settings(num_epochs=arguments.epochs)
-    _train(arguments.data, arguments.output, arguments.report, arguments.folds, settings)
+    if arguments.add:
+        _retrain(arguments.add, arguments.data, arguments.output, settings)
+    else:
+        _train(arguments.data, arguments.output, arguments.report, arguments.folds, settings)
     return 0
 
 
@@ -73,16 +93,9 @@ def _train(data: Path, output: Path, report: Path, num_folds: int, settings: Set
     from build.router_training import Trainer
 
     rows = read_labelled(data)
-    origin = {
-        "data_sha256": sha256(data),
-        "rows": len(rows),
-        "settings": dataclasses.asdict(settings),
-        "versions": {tool: metadata.version(tool) for tool in _TOOLS} | {"python": platform.python_version()},
-    }
+    origin = _origin(data, rows, settings)
     kept = None if num_folds else _keep(output, origin)
-    model = read_toml(HERE / "models" / "complexity.toml", ComplexityRow)
-    file = read_e5(fetch(model.weights, cache_folder()))
-    encoder, sequences = _prepare(rows, file, model)
+    encoder, sequences = _prepare(rows)
     labels = np.array([row.label for row in rows])
     trainer = Trainer(encoder, settings)
     judged = kept or _judge_folds(trainer, sequences, labels, rows, num_folds, settings)
@@ -99,17 +112,52 @@ def _keep(output: Path, origin: dict[str, Any]) -> dict[str, Any]:
     """Temperature and report of the adapter at `output`, which must have come of the same data and settings."""
     training = read_adapter(output).training
     for key in ("data_sha256", "settings"):
-        if training.get(key) != origin[key]:
+        if "folds" not in training or training.get(key) != origin[key]:
             raise BuildError(f"--folds 0: {output} was trained with another {key}; train with --folds 5")
     return {key: training[key] for key in ("temperature", "folds", "out_of_fold", "tiers")}
 
 
-def _prepare(
-    rows: Sequence[Labelled], file: E5File, model: ComplexityRow
-) -> tuple[Encoder, list[npt.NDArray[np.int32]]]:
+def _retrain(files: Sequence[Path], data: Path, output: Path, settings: Settings) -> None:
+    from build.router_training import Trainer
+
+    before = read_labelled(data)
+    cases = read_cases(files, before)
+    rows = [*before, *cases]
+    encoder, sequences = _prepare(rows)
+    trainer = Trainer(encoder, settings)
+    found = compare(trainer, sequences, rows, len(before), settings.seed, partial(_progress, settings=settings))
+    print(f"{len(cases)} cases; {found.describe()}")
+    if not found.is_better:
+        print(f"{output}: stays as it is")
+        return
+    tensors = trainer.train(sequences, [row.label for row in rows], _progress("all rows", settings))
+    training = {
+        **_origin(data, rows, settings),
+        "added_sha256": [sha256(file) for file in files],
+        "temperature": found.temperature,
+        "held_out": found.new.rounded(),
+        "tiers": list(TIERS),
+    }
+    take_over(Adapter(tensors, training), output)
+    print(f"{output}: taken over; now: python -m build --target cpu (and --rollback goes back)")
+
+
+def _origin(data: Path, rows: Sequence[Labelled], settings: Settings) -> dict[str, Any]:
+    """What an adapter was trained from."""
+    return {
+        "data_sha256": sha256(data),
+        "rows": len(rows),
+        "settings": dataclasses.asdict(settings),
+        "versions": {tool: metadata.version(tool) for tool in _TOOLS} | {"python": platform.python_version()},
+    }
+
+
+def _prepare(rows: Sequence[Labelled]) -> tuple[Encoder, list[npt.NDArray[np.int32]]]:
     """The frozen encoder with the words in use alone, and each row's ids as places in that table."""
     from build.router_training import Encoder
 
+    model = read_toml(HERE / "models" / "complexity.toml", ComplexityRow)
+    file = read_e5(fetch(model.weights, cache_folder()))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.json"
         write_unigram(file.pieces, path)

@@ -7,35 +7,62 @@ range is a `ConfigError` that names the file and the key.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
 from build.engine_rows import (
+    AnyOcrParameters,
+    AnyParameters,
     ComplexityParameters,
     DraftTarget,
     EmbedderParameters,
     EngineParameters,
+    SpeechParameters,
     TensorRTLLMParameters,
 )
 from build.errors import BuildError
 from build.gpu_rows import Container, Gpu
-from build.model_rows import AnyModelRow, ComplexityRow, Count, EmbedderRow, ModelRow, Name
+from build.model_rows import (
+    AnyModelRow,
+    ComplexityRow,
+    Count,
+    EmbedderRow,
+    ModelRow,
+    Name,
+    OcrRow,
+    SpeechRow,
+)
 from orchestrator.config import (
     CachePolicy,
     Cloud,
     Compression,
     Generation,
     Limits,
+    QualityPolicy,
     Routing,
     Row,
+    SafetyPolicy,
     Seconds,
     ToolFormat,
+    check_toml,
+    parse_toml,
     read_toml,
 )
-from orchestrator.contracts import COMPLEXITY_MODEL, ORCHESTRATOR_MODEL
+from orchestrator.contracts import (
+    COMPLEXITY_MODEL,
+    IMAGE_PREPROCESS_MODEL,
+    OCR_DETECTION_MODEL,
+    OCR_DETECTOR_MODEL,
+    OCR_MODEL,
+    OCR_RECOGNIZER_MODEL,
+    ORCHESTRATOR_MODEL,
+)
 
 HERE = Path(__file__).parent
+# The networks of an OCR row, and what reads by them: each is a model of the name of its engine.
+OCR_ENGINES = (OCR_DETECTOR_MODEL, OCR_RECOGNIZER_MODEL, OCR_MODEL)
+OCR_MODELS = {*OCR_ENGINES, IMAGE_PREPROCESS_MODEL, OCR_DETECTION_MODEL}
 
 # Triton takes a model's name from its folder; Python code spells it, so no dashes.
 TritonName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -59,9 +86,7 @@ class TritonModel(Row):
     instance_kind: Literal["KIND_CPU"]
     instance_count: Count
     model: Name | None = None
-    parameters: (
-        Annotated[EngineParameters | EmbedderParameters | ComplexityParameters, Field(discriminator="engine")] | None
-    ) = None
+    parameters: Annotated[AnyParameters, Field(discriminator="engine")] | None = None
 
     @model_validator(mode="after")
     def _engine_is_whole(self) -> TritonModel:
@@ -124,6 +149,8 @@ class TargetRow(Row):
     limits: Limits = Limits()
     routing: Routing = Routing()
     cache: CachePolicy | None = None
+    quality: QualityPolicy | None = None
+    safety: SafetyPolicy = SafetyPolicy()
     gpu: Gpu | None = None
     container: Container | None = None
 
@@ -143,6 +170,8 @@ class TargetRow(Row):
                 raise ValueError(
                     f"tiers: {tier.name!r} uses model {tier.model!r}; engines here: {', '.join(self.engines)}"
                 )
+        if self.quality is not None:
+            self.quality.check_names([tier.name for tier in self.tiers])
         if len({row for row, _ in self.embedders.values()}) != 1:
             raise ValueError(
                 f"models: the embedding models must be of one model row, and there must be some "
@@ -153,10 +182,28 @@ class TargetRow(Row):
                 f"models: engine 'complexity' is for the model {COMPLEXITY_MODEL!r} alone "
                 f"(got {', '.join(self.classifiers)})"
             )
+        self._check_ocr()
+        for name, (_, speech) in self.speech.items():
+            if speech.engine != name:
+                raise ValueError(f"models.{name}: a speech model is named as its engine, {speech.engine!r}")
         has_engines = bool(self.trtllm_engines)
         if (self.gpu is not None, self.container is not None) != (has_engines, has_engines):
             raise ValueError("gpu, container: both with engines 'tensorrt_llm', neither without")
         return self
+
+    def _check_ocr(self) -> None:
+        present = OCR_MODELS & {*self.models, *self.ensembles}
+        if present and present != OCR_MODELS:
+            raise ValueError(
+                f"models, ensembles: OCR is done by all of {', '.join(sorted(OCR_MODELS))}, or there is none "
+                f"(got {', '.join(sorted(present))})"
+            )
+        wrong = [name for name, (_, parameters) in self.readers.items() if parameters.engine != name]
+        missing = [name for name in OCR_ENGINES if present and name not in self.readers]
+        for name in (*wrong, *missing):
+            raise ValueError(f"models.{name}: an OCR model is named as its engine: {', '.join(OCR_ENGINES)}")
+        if len({row for row, _ in self.readers.values()}) > 1:
+            raise ValueError("models: the OCR models must be of one model row")
 
     @property
     def trtllm_engines(self) -> dict[str, tuple[TritonModel, TensorRTLLMParameters]]:
@@ -205,12 +252,35 @@ class TargetRow(Row):
         }
 
     @property
+    def readers(self) -> dict[str, tuple[str, AnyOcrParameters]]:
+        """The same for the models that read text in images, if the target has them."""
+        return {
+            name: (model.model, model.parameters)
+            for name, model in self.models.items()
+            if model.model is not None and isinstance(model.parameters, AnyOcrParameters)
+        }
+
+    @property
+    def speech(self) -> dict[str, tuple[str, SpeechParameters]]:
+        """The same for the speech models, of those that the target has."""
+        return {
+            name: (model.model, model.parameters)
+            for name, model in self.models.items()
+            if model.model is not None and isinstance(model.parameters, SpeechParameters)
+        }
+
+    @property
+    def parts(self) -> dict[str, tuple[str, AnyParameters]]:
+        """The same for all of them."""
+        return {**self.engines, **self.embedders, **self.classifiers, **self.readers, **self.speech}
+
+    @property
     def embedder(self) -> str:
         """The name of the sentence embedder's row."""
         return next(row for row, _ in self.embedders.values())
 
 
-RowT = TypeVar("RowT", TargetRow, ModelRow, EmbedderRow, ComplexityRow)
+RowT = TypeVar("RowT", TargetRow, ModelRow, EmbedderRow, ComplexityRow, OcrRow, SpeechRow)
 
 
 # --- reading -----------------------------------------------------------------------------------------------
@@ -222,10 +292,28 @@ def list_targets(folder: Path = HERE / "targets") -> list[str]:
 
 
 def load_target(name: str, folder: Path = HERE / "targets") -> TargetRow:
-    """The row of target `name`; raises `BuildError` if there is none and `ConfigError` if it is wrong."""
+    """The row of target `name`; raises `BuildError` if there is none and `ConfigError` if it is wrong.
+
+    A row may say `extends = "cpu"`: it is that one, with what it says itself put over it, table by table.
+    """
     if name not in list_targets(folder):
         raise BuildError(f"unknown target {name!r}; targets: {', '.join(list_targets(folder))}")
-    return _named(read_toml(folder / f"{name}.toml", TargetRow), name)
+    path = folder / f"{name}.toml"
+    data = parse_toml(path)
+    if (base := data.pop("extends", None)) is not None:
+        if base not in list_targets(folder):
+            raise BuildError(f"{name}.toml: extends: {base!r} is no target; targets: {', '.join(list_targets(folder))}")
+        data = _put_over(parse_toml(folder / f"{base}.toml"), data)  # one that extends another has an unknown key
+    return _named(check_toml(path, data, TargetRow), name)
+
+
+def _put_over(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with what `over` says: tables are joined, all else is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        is_table = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _put_over(base[key], value) if is_table else value
+    return merged
 
 
 def load_models(target: TargetRow, folder: Path = HERE / "models") -> dict[str, AnyModelRow]:
@@ -240,6 +328,10 @@ def load_models(target: TargetRow, folder: Path = HERE / "models") -> dict[str, 
         rows[name] = _load_model(target, name, ModelRow, folder)
     for name, _ in target.classifiers.values():
         rows[name] = _load_model(target, name, ComplexityRow, folder)
+    for name, _ in target.readers.values():
+        rows[name] = rows.get(name) or _load_model(target, name, OcrRow, folder)
+    for name, _ in target.speech.values():
+        rows[name] = _load_model(target, name, SpeechRow, folder)
     return rows | {target.embedder: _load_model(target, target.embedder, EmbedderRow, folder)}
 
 

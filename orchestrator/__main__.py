@@ -1,4 +1,4 @@
-"""The command line: `python -m orchestrator serve|doctor|chat|keys`."""
+"""The command line: `python -m orchestrator serve|doctor|chat|keys|quality`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 from orchestrator.chat import ChatError, chat_loop, chat_once
 from orchestrator.config import ConfigError
-from orchestrator.limits import command
+from orchestrator.limits import command as keys_command
+from orchestrator.quality import command as quality_command
 from orchestrator.triton import doctor
 from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import FLAGS, LOOPBACK, Ports
@@ -28,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser("doctor", help="compare an artifact with its manifest and with this machine")
     )
     _add_chat(commands.add_parser("chat", help="talk to a running server in the terminal"))
-    command.add_arguments(commands.add_parser("keys", help="make, show and take back API keys"))
+    keys_command.add_arguments(commands.add_parser("keys", help="make, show and take back API keys"))
+    quality_command.add_arguments(commands.add_parser("quality", help="what the quality monitor of a server knows"))
     options = parser.parse_args(arguments)
     try:
         options.run(options)

@@ -7,7 +7,7 @@ import re
 import time
 
 from orchestrator import contracts
-from orchestrator.answer import Answer
+from orchestrator.answer import Answer, Output
 from orchestrator.cloud.generation import CloudClient, CloudGeneration
 from orchestrator.config import Tiers
 from orchestrator.errors import (
@@ -20,7 +20,6 @@ from orchestrator.errors import (
     OverloadedError,
     TierUnavailableError,
 )
-from orchestrator.flight import Flight
 from orchestrator.generation import EngineClient, Generation
 from orchestrator.limits.keys import Priority
 from orchestrator.limits.queue import Pace, Queue
@@ -59,7 +58,7 @@ class Backend:
         return self.pace.predict_s(max_tokens) if self.queue is None else self.queue.expect_s(priority, max_tokens)
 
     async def generate(
-        self, answer: Answer, flight: Flight, way: Way, *, priority: Priority, ends_at_s: float | None
+        self, answer: Answer, flight: Output, way: Way, *, priority: Priority, ends_at_s: float | None
     ) -> None:
         """One attempt, when its turn has come: the whole answer, its last event too."""
         if self._num_live >= self._max_live:
@@ -85,7 +84,7 @@ class Backend:
         finally:
             self._num_live -= 1
 
-    async def _pass(self, answer: Answer, flight: Flight, way: Way) -> None:
+    async def _pass(self, answer: Answer, flight: Output, way: Way) -> None:
         """Past the breaker, which hears how it ended before the next in the queue has its turn."""
         passage = self.breaker.enter()
         if passage is None:
@@ -114,7 +113,7 @@ class Way:
         self._cloud = cloud
         self.tokenizers = tokenizers
 
-    async def generate(self, answer: Answer, flight: Flight, passage: Passage) -> None:
+    async def generate(self, answer: Answer, flight: Output, passage: Passage) -> None:
         tier = answer.tier
         if tier.cloud is None:
             engines = TimedEngines(self._engines, tier, passage)

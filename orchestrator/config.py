@@ -199,6 +199,30 @@ class Embedder(Row):
     pad_id: Annotated[int, Field(ge=0)]
 
 
+ModelName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+
+
+class Transcriber(Row):
+    """What the gateway must know of the model behind `stt`; `language` is the one that it understands (ISO 639-1)."""
+
+    name: ModelName
+    language: Annotated[str, Field(pattern=r"^[a-z]{2}$")]
+
+
+class Speaker(Row):
+    """What the gateway must know of the model behind `tts`."""
+
+    name: ModelName
+    voice: ModelName
+
+
+class Speech(Row):
+    """speech.toml: the speech models that `/v1/audio` uses; a model is left out where the target has none."""
+
+    transcriber: Transcriber | None = None
+    speaker: Speaker | None = None
+
+
 class Limits(Row):
     """What one orchestrator instance takes on at once: up to `max_live_requests`, further ones are refused.
 
@@ -239,23 +263,86 @@ class CachePolicy(Row):
     max_temperature: Annotated[float, Field(ge=0, le=2)]
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class QualityPolicy(Row):
+    """The table `[quality]`: how answers of cheap tiers are watched. Without it none is.
+
+    A share `sampling` of the answers of `tiers` is asked again of the tier `expert`; of answers whose cosine to it is
+    below `similarity` the tier is said to be poor. What share is good is judged against what is usual for the tier (or
+    a cluster of questions): it is doubtful when it is surely below that by more than the share `max_drop`, or surely
+    below `min_quality` at all (0: whatever is usual will do). `retrain_above` is by how much the poor ones of the last
+    100 may be more than usual. `seed` makes the choice of samples repeatable. What is known of a tier or cluster that
+    has had no samples for `keep_days` is forgotten.
+    """
+
+    sampling: Share = 0.05
+    tiers: Annotated[list[str], Field(min_length=1)] = ["simple", "medium"]
+    expert: str = "expert"
+    similarity: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    min_quality: Share = 0.3
+    max_drop: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    retrain_above: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    timeout_s: Seconds = 60.0
+    keep_days: Annotated[float, Field(gt=0, le=365)] = 30.0
+    seed: int | None = None
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raises `ValueError` unless `expert` is one of the tiers `names`, and `tiers` are cheaper ones."""
+        place = {name: index for index, name in enumerate(names)}
+        if self.expert not in place:
+            raise ValueError(f"quality.expert: {self.expert!r} is no tier; one of {', '.join(names)}")
+        cheaper = names[: place[self.expert]]
+        for name in self.tiers:
+            if name not in cheaper:
+                raise ValueError(
+                    f"quality.tiers: {name!r} is not cheaper than {self.expert!r}; allowed are "
+                    f"{', '.join(cheaper) or 'none'}"
+                )
+
+
+class SafetyPolicy(Row):
+    """The table `[safety]`: words that no answer may have, beside the secrets and card numbers that are looked for
+    anyway. Case does not count; of a language with spaces only whole words do."""
+
+    words: Annotated[list[Annotated[str, Field(min_length=2, max_length=100)]], Field(max_length=1000)] = []
+
+
 class Tiers(Row):
-    """tiers.toml: the tiers from cheap to dear, limits, routing, and the cache's policy if there is a cache."""
+    """tiers.toml: the tiers from cheap to dear, limits, routing, and the policies of what is optional."""
 
     tier: Annotated[list[Tier], Field(min_length=1)]
     limits: Limits = Limits()
     routing: Routing = Routing()
     cache: CachePolicy | None = None
+    quality: QualityPolicy | None = None
+    safety: SafetyPolicy = SafetyPolicy()
+
+    @model_validator(mode="after")
+    def _quality_is_of_tiers(self) -> Tiers:
+        if self.quality is not None:
+            self.quality.check_names([tier.name for tier in self.tier])
+        return self
 
 
 def read_toml(path: Path, model: type[ModelT]) -> ModelT:
     """Read `path` into `model`; raises `ConfigError` naming the file and every wrong key."""
+    return check_toml(path, parse_toml(path), model)
+
+
+def parse_toml(path: Path) -> dict[str, Any]:
+    """The table in the file at `path`; raises `ConfigError`."""
     try:
-        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def check_toml(path: Path, data: dict[str, Any], model: type[ModelT]) -> ModelT:
+    """`data`, which is of the file at `path`, as `model`; raises `ConfigError` naming the file and every wrong key."""
     try:
         return model.model_validate(data)
     except ValidationError as error:

@@ -294,6 +294,67 @@ COMPLEXITY_MODEL = "complexity"
 PROBABILITIES = TensorSpec("probabilities", "TYPE_FP32", (4,), optional=False)
 
 
+# --- OCR ---------------------------------------------------------------------------------------------------
+
+# `ocr` reads an image: its pixels and the detector's map of them by the ensemble `ocr_detection` (`image_preprocess`,
+# then `ocr_detector`), each line of text by `ocr_recognizer`. All but `ocr` batch, so theirs lead with the batch.
+OCR_MODEL = "ocr"
+OCR_DETECTION_MODEL = "ocr_detection"
+IMAGE_PREPROCESS_MODEL = "image_preprocess"
+OCR_DETECTOR_MODEL = "ocr_detector"
+OCR_RECOGNIZER_MODEL = "ocr_recognizer"
+
+IMAGE = TensorSpec("image", "TYPE_STRING", optional=False)  # the bytes of a PNG, JPEG or WebP file
+OCR_RESULT = TensorSpec("result", "TYPE_STRING", optional=False)  # JSON, as `orchestrator.vision.page` makes it
+# Height, width, BGR: padded to a size of `orchestrator.vision.sizes`. Bytes and not numbers between 0 and 1, which the
+# graphs make of them: what passes between processes is a quarter.
+PIXELS = TensorSpec("pixels", "TYPE_UINT8", (-1, -1, 3), optional=False)
+# Width and height of the image, upright; width and height of its picture in `pixels`, whose rest is padding.
+PAGE_SIZE = TensorSpec("page_size", "TYPE_INT32", (4,), optional=False)
+TEXT_MAP = TensorSpec("text_map", "TYPE_FP32", (-1, -1), optional=False)  # how probably each pixel is text
+CROP = TensorSpec("crop", "TYPE_UINT8", (48, -1, 3), optional=False)  # a line, as `pixels`
+# Of each column of the line, 8 pixels wide: the most probable class (0: no character), and how probable it is.
+CHARACTERS = TensorSpec("characters", "TYPE_INT32", (-1,), optional=False)
+CERTAINTIES = TensorSpec("certainties", "TYPE_FP32", (-1,), optional=False)
+
+
+# --- speech ------------------------------------------------------------------------------------------------
+
+# Each is there where the target has it. All hear FP32 between -1 and 1, one channel, at this rate.
+VAD_MODEL = "vad"
+STT_MODEL = "stt"
+TURN_MODEL = "turn"
+TTS_MODEL = "tts"
+SAMPLE_RATE_HZ = 16_000
+
+# `vad`: 32 ms of one person's sound at a time, who is a sequence of Triton's: requests in order, a correlation id, its
+# first and its last one marked. It batches frames of several people.
+FRAME_SAMPLES = 512
+FRAME = TensorSpec("frame", "TYPE_FP32", (FRAME_SAMPLES,), optional=False)
+SPEECH_PROBABILITY = TensorSpec("speech_probability", "TYPE_FP32", optional=False)
+# Triton adds these to a sequence's requests.
+SEQUENCE_START = TensorSpec("start", "TYPE_INT32", optional=False)
+SEQUENCE_END = TensorSpec("end", "TYPE_INT32", optional=False)
+SEQUENCE_ID = TensorSpec("sequence_id", "TYPE_UINT64", optional=False)
+
+# `stt` and `turn`.
+AUDIO = TensorSpec("audio", "TYPE_FP32", (-1,), optional=False)
+SAMPLE_RATE = TensorSpec("sample_rate", "TYPE_INT32")  # of `audio`; without it, and else too, it is `SAMPLE_RATE_HZ`
+# `stt`: of what is said; left out, 0, and rising where the words are improbable.
+TEMPERATURE = TensorSpec("temperature", "TYPE_FP32")
+PARTIAL = TensorSpec("partial", "TYPE_BOOL")  # quick and never retried: the person still speaks
+TRANSCRIPT = TensorSpec("text", "TYPE_STRING", optional=False)  # empty where nobody speaks
+SEGMENTS = TensorSpec("segments", "TYPE_STRING", optional=False)  # JSON, as `orchestrator.voice.transcript` makes it
+# `turn`: how probably the person is done, and not just silent.
+DONE_PROBABILITY = TensorSpec("done_probability", "TYPE_FP32", optional=False)
+
+# `tts`: `text` in, a response a sentence: decoupled. A request of the same id with `CANCEL_PARAMETER` ends one.
+SPEED = TensorSpec("speed", "TYPE_FP32")  # 0.25 to 4; left out, 1
+PCM = TensorSpec("pcm", "TYPE_INT16", (-1,), optional=False)
+PCM_RATE = TensorSpec("sample_rate", "TYPE_INT32", optional=False)
+SENTENCE = TensorSpec("sentence", "TYPE_STRING", optional=False)  # what `pcm` says, as it stands in the text
+
+
 # --- the gRPC front ----------------------------------------------------------------------------------------
 
 
@@ -308,4 +369,5 @@ class FrontModel(NamedTuple):
 FRONT_MODELS = {
     ORCHESTRATOR_MODEL: FrontModel((REQUEST,), (EVENT, HEADERS)),
     EMBEDDING_MODEL: FrontModel((TEXT._replace(dims=(-1, 1)),), (EMBEDDING, NUM_TOKENS)),
+    OCR_MODEL: FrontModel((IMAGE,), (OCR_RESULT,)),
 }

@@ -17,17 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator.answer import Answer
+from orchestrator.answer import Answer, Output
 from orchestrator.backend import Backend, Way, judge, may_go_elsewhere, out
 from orchestrator.cache.stage import Embed
+from orchestrator.cache.store import Vector
 from orchestrator.cloud.generation import BYTES_PER_TOKEN, CloudClient, build_body
 from orchestrator.compression import compress
 from orchestrator.config import Tier, Tiers
 from orchestrator.errors import ApiError, CloudRefusalError, InvalidRequestError
-from orchestrator.flight import Flight
 from orchestrator.generation import EngineClient, build_engine_request, check_tools, tokenize
 from orchestrator.limits.keys import Priority
-from orchestrator.limits.queue import CLASSES
+from orchestrator.limits.queue import CLASSES, Queue
+from orchestrator.quality.sampler import Quality
 from orchestrator.request import ChatRequest, Message, Request
 from orchestrator.routing.breaker import State
 from orchestrator.routing.complexity import Complexity
@@ -62,6 +63,8 @@ class Job:
     """An answer that is wanted: of what, by which tiers (from cheap to dear), and until when.
 
     `is_auto`: the tiers are to choose from, the caller named none. `is_limited`: his quotas have left dearer ones out.
+    `vector` is the question's, if the cache has made it. `lifted_from` is the tier that would have answered, were its
+    answers not in doubt.
     """
 
     request: Request
@@ -73,6 +76,8 @@ class Job:
     is_limited: bool = False
     sized: list[Sized] | None = None
     prompts: dict[ChatTokenizer, list[int]] = field(default_factory=dict)
+    vector: Vector | None = None
+    lifted_from: str | None = None
 
     def leave_out(self, num_dearest: int) -> None:
         """The quotas do not pay for the last of `sized`."""
@@ -94,17 +99,20 @@ class Dispatch:
         root: Path,
         engines: EngineClient,
         cloud: CloudClient | None = None,
+        *,
         classify: Classify | None = None,
         embed: Embed | None = None,
+        quality: Quality | None = None,
     ) -> None:
         """`root` has the tokenizers. `cloud` is needed by cloud tiers alone, `embed` by those that compress prompts.
 
-        Without `classify` nobody judges.
+        Without `classify` nobody judges, without `quality` no tier is in doubt.
         """
         self.counts = RoutingCounts()
         self._rules = tiers.routing
         self._classify = classify
         self._embed = embed
+        self._quality = quality
         self._levels = dict(zip((tier.name for tier in tiers.tier), levels(tier.name for tier in tiers.tier)))
         names = list(dict.fromkeys(tier.backend for tier in tiers.tier))
         self._backends = {name: Backend(name, tiers, len(names)) for name in names}
@@ -113,7 +121,7 @@ class Dispatch:
 
     def num_waiting(self) -> dict[str, int]:
         """By class, in all queues together."""
-        queues = [backend.queue for backend in self._backends.values() if backend.queue is not None]
+        queues = self.queues().values()
         return {name: sum(queue.num_waiting(name) for queue in queues) for name in CLASSES}
 
     def breaker_states(self) -> dict[str, State]:
@@ -190,11 +198,13 @@ class Dispatch:
 
     # --- the answer ---
 
-    async def answer(self, job: Job, flight: Flight, judging: asyncio.Task[Complexity | None] | None) -> Answer:
+    async def answer(self, job: Job, flight: Output, judging: asyncio.Task[Complexity | None] | None) -> Answer:
         """The whole answer into `flight`, its last event too. Raises what the last attempt failed with."""
         sized = await self.size(job)
         complexity = None if judging is None else await self._await_judgement(job, sized, judging)
         decision = self._decide(job, sized, complexity)
+        if decision.lifted_from is not None:
+            job.lifted_from = sized[decision.lifted_from].tier.name
         if not decision.order:
             soonest = min(sized, key=lambda each: self._backends[each.tier.backend].breaker.wait_s).tier
             raise out(self._backends[soonest.backend], soonest.name)
@@ -230,6 +240,15 @@ class Dispatch:
             self.counts.fallbacks[tier.name] += 1
             reason = f"{tier.name} failed before its first token ({code}); this is the next tier"
         raise AssertionError("the last attempt returns or raises")
+
+    async def generate_aside(self, answer: Answer, output: Output) -> None:
+        """For nobody: behind all who wait, one attempt."""
+        backend = self._backends[answer.tier.backend]
+        await backend.generate(answer, output, self._way, priority="batch", ends_at_s=None)
+
+    def queues(self) -> dict[str, Queue]:
+        """Those of the engine models."""
+        return {name: backend.queue for name, backend in self._backends.items() if backend.queue is not None}
 
     async def _begin(self, job: Job, sized: Sized) -> Answer:
         """The empty answer, of a shorter prompt where the tier has them compressed."""
@@ -272,6 +291,7 @@ class Dispatch:
                     num_answer,
                     backend.expect_s(job.priority, num_answer),
                     backend.breaker.is_out,
+                    self._quality is not None and job.is_auto and self._quality.is_doubtful(tier.name, job.vector),
                 )
             )
         return decide(
@@ -291,7 +311,7 @@ class Dispatch:
         return job.left_s is None or RETRY_DELAY_S + backend.pace.predict_s(1) < job.left_s
 
 
-async def pause(flight: Flight) -> None:
+async def pause(flight: Output) -> None:
     """Before a second try; shorter if nobody waits for it any more, and then raises that."""
     left = asyncio.Event()
 

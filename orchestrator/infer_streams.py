@@ -126,7 +126,7 @@ class InferStream:
 
 
 class Responses:
-    """The responses of one request to the orchestrator, for one reader. `cancel` ends the generation, at any time."""
+    """The responses of one request to the orchestrator or to `tts`, for one reader. `cancel` ends it, at any time."""
 
     def __init__(self, streams: InferStreams, request: Any) -> None:
         """`request` is one of `wire.new_request`, with an id that nobody can guess; `read` sends it."""
@@ -173,7 +173,7 @@ class Responses:
         self._is_cancelled = True
         if self._stream is not None:
             self._giving_up = asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self._stream.give_up)
-            await self._stream.send(cancel_request(self._request.id))
+            await self._stream.send(cancel_request(self._request.id, self._request.model_name))
 
     def _raise_if_cancelled(self) -> None:
         if self._is_cancelled:

@@ -1,4 +1,7 @@
-"""The way of one request, top to bottom: admit, identify, reserve, cache, route and generate, settle."""
+"""The way of one request, top to bottom: admit, identify, reserve, cache, route and generate, settle.
+
+What comes after the last event (safety, quality) is in `orchestrator.afterwards`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from orchestrator.afterwards import Afterwards
 from orchestrator.answer import Answer, CacheFacts, CallerOutput
 from orchestrator.cache.control import HEADER, parse_cache_control
 from orchestrator.cache.key import Origin
@@ -38,7 +42,11 @@ from orchestrator.limits.deadline import ending, find_end_s
 from orchestrator.limits.gate import Gate, Permit, counts_tokens, may_use, not_allowed, price_of
 from orchestrator.limits.keys import Key
 from orchestrator.limits.ledger import Amount
+from orchestrator.money import Spending
+from orchestrator.quality.sampler import Quality
 from orchestrator.request import REQUEST_ID_RULE, Request, is_request_id, parse_request
+from orchestrator.safety.hold import FlaggedError
+from orchestrator.safety.rules import RuleFilter
 from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.text import Piece
 
@@ -63,15 +71,20 @@ class Pipeline:
         gate: Gate | None = None,
         classify: Classify | None = None,
         embed: Embed | None = None,
+        quality: Quality | None = None,
     ) -> None:
         """`cloud` is needed by cloud tiers alone, `embed` by those that compress prompts.
 
-        Without `gate` nobody has a key, without `classify` nobody judges.
+        Without `gate` nobody has a key, without `classify` nobody judges, without `quality` no answer is sampled.
         """
-        self.dispatch = Dispatch(tiers, root, engines, cloud, classify, embed)
+        self.dispatch = Dispatch(tiers, root, engines, cloud, classify=classify, embed=embed, quality=quality)
+        self.afterwards = Afterwards(
+            RuleFilter(tiers.safety.words), tiers, quality, self.dispatch.generate_aside, self.dispatch.queues()
+        )
         self._tiers = tiers.tier
         self._cache = cache
         self._gate = gate or Gate()
+        self.spending = Spending()
         self._flights = Flights()
         # What an answer depends on beside the request.
         self._versions = {tier.name: digest_tier(tier, root) for tier in self._tiers if cache is not None}
@@ -191,29 +204,41 @@ class Pipeline:
         """The flight that brings the answer; it is another caller's if one who asks the same is on his way."""
         assert ride.output is not None
         if hit is not None:
-            return self._flights.start(None, partial(self._replay, job.request, hit))
-        make = partial(self._make, job, query)
+            return self._flights.start(None, partial(self._replay, ride, job.request, hit))
+        make = partial(self._make, ride, job, query)
         if query is None:
             return self._flights.start(None, make)
-        name = None if query.control.no_cache else (query.identity.exact_key, query.control)
+        must_hold = ride.key is not None and ride.key.hold_flagged
+        name = None if query.control.no_cache else (query.identity.exact_key, query.control, must_hold)
         flight = self._flights.find(name)
         ride.output.cache = CacheFacts("miss") if flight is None else CacheFacts("exact", 1.0, 0.0, is_shared=True)
         return flight or self._flights.start(name, make)
 
-    async def _make(self, job: Job, query: Query | None, flight: Flight) -> None:
+    async def _make(self, ride: Ride, job: Job, query: Query | None, flight: Flight) -> None:
         """What nobody has at hand: another question's answer, or a new one."""
         judging = self.dispatch.start_judging(job)
         if query is not None and self._cache is not None:
             if hit := await self._cache.find_near(query):
-                return await self._replay(job.request, hit, flight)
+                return await self._replay(ride, job.request, hit, flight)
             if query.control.only_if_cached:
                 raise NotCachedError(f"{HEADER}: only-if-cached, and there is no stored answer to this question")
-        answer = await self.dispatch.answer(job, flight, judging)
+            job.vector = query.found_vector()
+        assert ride.key is not None
+        output = self.afterwards.hold(ride.key, flight)
+        try:
+            answer = await self.dispatch.answer(job, output, judging)
+        except FlaggedError:  # it has ended, before what was flagged
+            assert flight.answer is not None
+            answer = flight.answer
+        if await self.afterwards.is_flagged(output, answer, ride.call, ride.key):
+            return
+        self.afterwards.sample(answer, ride.call, ride.key, query, job.lifted_from)
         if query is not None and self._cache is not None and may_be_kept(answer.choices):
             await self._cache.keep(query, store_answer(answer, flight.pieces))
 
-    async def _replay(self, request: Request, hit: Hit, flight: Flight) -> None:
-        """A stored answer as if it were made now."""
+    async def _replay(self, ride: Ride, request: Request, hit: Hit, flight: Flight) -> None:
+        """A stored answer as if it were made now; one that is flagged by now was served for the last time."""
+        assert ride.key is not None and self._cache is not None
         stored, tiers = hit.answer, {tier.name: tier for tier in self._tiers}
         answer = Answer(
             request,
@@ -225,20 +250,29 @@ class Pipeline:
             cache=CacheFacts(hit.kind, hit.similarity, hit.age_s),
         )
         flight.hit = hit
-        flight.begin(answer, uuid.uuid4().hex)
+        output = self.afterwards.hold(ride.key, flight)
+        output.begin(answer, uuid.uuid4().hex)
         (choice,) = answer.choices
-        for piece in stored.pieces:
-            flight.emit(choice, piece)
-        flight.end_choice(choice, "stop")
-        flight.finish()
+        try:
+            for piece in stored.pieces:
+                output.emit(choice, piece)
+            output.end_choice(choice, "stop")
+            output.finish()
+        except FlaggedError:
+            pass
+        if await self.afterwards.is_flagged(output, answer, ride.call, ride.key):
+            await self._cache.evict(hit.entry)
 
     # --- settle ---
 
     async def _settle(self, ride: Ride) -> None:
-        """After the last event: quotas, and the log line. Quality sampling settles here."""
+        """After the last event: quotas, what it cost, and the log line."""
         call, key, output = ride.call, ride.key, ride.output
+        used = measure(ride)
         if ride.permit is not None:
-            await ride.permit.settle(measure(ride))
+            await ride.permit.settle(used)
+        if key is not None and ride.flight is not None and ride.flight.answer is not None:
+            self.spending.count(key.tenant, ride.flight.answer, used)
         line = {"event": "request", "outcome": ride.outcome, "id": call.id, "x_request_id": call.request_id}
         line |= {} if key is None else {"key": key.id, "tenant": key.tenant}
         if output is not None:

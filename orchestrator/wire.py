@@ -43,6 +43,17 @@ def add_values(request: Any, spec: TensorSpec, *values: Any) -> None:
     request.inputs[-1].shape[:] = [len(values)]
 
 
+def add_floats(request: Any, spec: TensorSpec, values: bytes) -> None:
+    """Add the tensor `spec` of one dimension; `values` are little-endian FP32."""
+    request.inputs.add(name=spec.name, datatype="FP32", shape=(len(values) // 4,))
+    request.raw_input_contents.append(values)
+
+
+def add_number(request: Any, spec: TensorSpec, value: float) -> None:
+    """Add the tensor `spec` of shape [1], for a model that does not batch."""
+    add_floats(request, spec, struct.pack("<f", value))
+
+
 def add_string(request: Any, spec: TensorSpec, value: bytes, shape: tuple[int, ...] = (1,)) -> None:
     """Add the STRING tensor `spec`, one element of `shape`."""
     request.inputs.add(name=spec.name, datatype="BYTES", shape=shape)
@@ -83,10 +94,10 @@ def error_response(request_id: str, message: str) -> Any:
     return response
 
 
-def cancel_request(request_id: str) -> Any:
-    """The request that ends the orchestrator's running request of the same id."""
-    request = new_request(contracts.ORCHESTRATOR_MODEL, request_id)
-    add_string(request, contracts.REQUEST, b"")
+def cancel_request(request_id: str, model: str = contracts.ORCHESTRATOR_MODEL) -> Any:
+    """The request that ends the running request of the same id, of the orchestrator or of `tts`."""
+    request = new_request(model, request_id)
+    add_string(request, contracts.TEXT if model == contracts.TTS_MODEL else contracts.REQUEST, b"")
     request.parameters[contracts.CANCEL_PARAMETER].bool_param = True
     return request
 

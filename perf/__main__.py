@@ -14,9 +14,12 @@ from perf.cancel import cancel
 from perf.errors import PerfError
 from perf.litellm import litellm
 from perf.overhead import overhead
+from perf.quality_drift import quality_drift
 from perf.report import publish
 from perf.router_quality import router_quality
 from perf.routing import routing
+from perf.safety_speed import safety_speed
+from perf.speech import speech
 from perf.stack import find_artifact
 from perf.stagger import stagger
 from perf.streams import streams
@@ -49,10 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             router = ArtifactRouter(find_artifact(options.artifacts, "cpu"))
             table, result = router_quality(options.data, router, options.errors)
+        elif options.command == "ocr":
+            from perf.ocr import ocr  # nor Pillow
+
+            table, result = ocr(options.clients, options.pages, options.rounds)
         elif options.command == "cache-speed":
             table, result = cache_speed(options.entries, options.clients, options.requests)
         elif options.command == "routing":
             table, result = routing(options.requests, options.rounds)
+        elif options.command == "speech":
+            table, result = speech(options.artifacts, options.rounds)
         elif options.command == "cache-lookup":
             from perf.cache_lookup_speed import cache_lookup_speed  # nor Redis
             from perf.embedder import ArtifactEmbedder
@@ -61,6 +70,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table, result = cache_lookup_speed(
                 options.pairs, embedder, options.sizes, options.operations, options.stores
             )
+        elif options.command == "quality":
+            from perf.embedder import ArtifactEmbedder
+
+            embedder = ArtifactEmbedder(find_artifact(options.artifacts, "cpu"))
+            table, result = quality_drift(options.runs, options.topic_runs, embedder)
+            if options.answers:
+                from perf.likeness import likeness  # no command but this and the next needs httpx
+
+                result["likeness"] = likeness(find_artifact(options.artifacts, "cpu"), embedder, options.answers)
+                table += f"\n\ntwo answers: {result['likeness']}"
+        elif options.command == "cost":
+            from perf.cost import cost
+
+            table, result = cost(options.artifacts, options.target, options.log, options.data, options.requests)
+        elif options.command == "safety":
+            table, result = safety_speed(options.rounds)
         else:
             table, result = cancel(options.artifacts, options.times, options.others)
         publish(table, result, options.json)
@@ -115,10 +140,27 @@ def _parser() -> argparse.ArgumentParser:
     command = add("router-quality", "how often the classifier finds the right tier")
     command.add_argument("--data", type=Path, default=Path("tests/data/router_unseen.jsonl"), metavar="FILE")
     command.add_argument("--errors", type=Path, metavar="FILE", help="write the conversations judged wrongly to FILE")
+    command = add("quality", "how soon the quality monitor finds a drift, and how often it is wrong")
+    command.add_argument("--runs", type=_count, default=200, help="simulated runs of 10,000 requests, of each kind")
+    command.add_argument("--topic-runs", type=_count, default=16, help="runs with real questions")
+    command.add_argument("--answers", type=_count, help="also ask target cpu so many questions twice")
+    command = add("cost", "what routing and the cache save against the dearest tier alone")
+    command.add_argument("--log", type=Path, metavar="FILE", help="a server's triton.log (default: make traffic)")
+    command.add_argument("--target", default="cpu", help="whose prices count, and what the traffic goes to")
+    command.add_argument("--data", type=Path, default=Path("build/data/router.jsonl"), metavar="FILE", help="traffic")
+    command.add_argument("--requests", type=_count, default=200, help="conversations of the traffic")
+    command = add("safety", "what the safety filter costs")
+    command.add_argument("--rounds", type=_count, default=200, help="texts of each size")
     command = add("cache-speed", "how long a hit takes over HTTP, and what a miss costs")
     command.add_argument("--entries", type=_counts, default=[10, 1000], help="stored answers, such as 10,1000")
     command.add_argument("--clients", type=_counts, default=[1, 16], help="such as 1,16")
     command.add_argument("--requests", type=_count, default=400, help="requests of each kind, over all clients")
+    command = add("ocr", "pages read a second, batched and not, beside rapidocr called directly")
+    command.add_argument("--clients", type=_counts, default=[1, 4, 16], help="such as 1,16")
+    command.add_argument("--pages", type=_count, default=16, help="receipts of each round")
+    command.add_argument("--rounds", type=_count, default=3, help="rounds of each way and number of clients")
+    command = add("speech", "how fast questions are spoken and heard, over HTTP")
+    command.add_argument("--rounds", type=_count, default=5, help="times that each question is spoken and heard")
     command = add("cache-lookup", "the semantic cache's lookup by itself, both stores")
     command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs.jsonl"), metavar="FILE")
     command.add_argument("--sizes", type=_counts, default=[10, 1000, 100_000], help="numbers of entries")

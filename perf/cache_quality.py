@@ -21,10 +21,11 @@ from orchestrator.cache.key import Identity, Origin, identify
 from orchestrator.cache.languages import guess_language
 from orchestrator.cache.lookup import THRESHOLD, Embedder, Guard, Lookup, Outcome
 from orchestrator.cache.store import Entry, MemoryStore
+from orchestrator.quality.wilson import wilson_interval
 from orchestrator.request import ChatRequest
 from perf.errors import PerfError
 from perf.report import format_table, say
-from perf.stats import percentile, wilson_interval
+from perf.stats import percentile
 
 PLAIN_THRESHOLD = 0.92
 _ORIGIN = Origin(tenant="default", policy="auto")

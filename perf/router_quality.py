@@ -19,11 +19,12 @@ from build.errors import BuildError
 from build.router_data import Labelled, read_labelled
 from build.router_scores import Scores, score
 from orchestrator.config import Routing
+from orchestrator.quality.wilson import wilson_interval
 from orchestrator.routing.complexity import TIERS, Complexity
 from orchestrator.routing.conversation import Turn
 from perf.errors import PerfError
 from perf.report import format_table, say
-from perf.stats import percentile, wilson_interval
+from perf.stats import percentile
 
 # Of the probability of sufficing; the router's own default among them.
 THRESHOLDS = (0.3, 0.4, Routing().threshold, 0.6, 0.7, 0.8, 0.9)

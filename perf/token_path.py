@@ -8,12 +8,11 @@ the slowest process of the way sets the rate.
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from perf.errors import PerfError
+from perf.processes import descendants, processor_s
 from perf.prompts import script
 from perf.report import format_table, say
 from perf.stack import Stack, find_artifact, running_stack
@@ -71,17 +70,9 @@ def token_path(
 def _processor_us(stack: Stack) -> dict[str, float]:
     """Processor time so far, user and system, of the processes of each role, in microseconds."""
     spent = dict.fromkeys(_ROLES, 0.0)
-    for process in _descendants(stack.serve_pid):
+    for process in descendants(stack.serve_pid):
         command = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
         role = next((role for role, part in _ROLES.items() if part in command), None)
         if role is not None:
-            user, system = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
-            spent[role] += (int(user) + int(system)) * 1e6 / os.sysconf("SC_CLK_TCK")
+            spent[role] += processor_s(process) * 1e6
     return spent
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            yield int(child)
-            yield from _descendants(int(child))

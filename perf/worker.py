@@ -18,12 +18,12 @@ _END_TIMEOUT_S = 10.0
 
 
 class Worker:
-    """`python -m MODULE ARGUMENTS`, which calls `answer_requests`. A context manager."""
+    """`PYTHON -m MODULE ARGUMENTS`, which calls `answer_requests`. A context manager."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(self, module: str, *arguments: str, python: str = sys.executable) -> None:
         self._module = module
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [python, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

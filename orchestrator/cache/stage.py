@@ -56,6 +56,13 @@ class Query:
     may_be_near: bool
     vector: asyncio.Task[Vector | None] | None = None
 
+    def found_vector(self) -> Vector | None:
+        """The question's, if it is there by now."""
+        task = self.vector
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result()
+
 
 class Hit(NamedTuple):
     """What is served, and how near its question lies (a cosine)."""
@@ -129,6 +136,13 @@ class AnswerCache:
         entry = Entry(query.identity, answer.to_json(), answer.model, vector, now_s, now_s + self._policy.ttl_s)
         try:
             await self._lookup.store.put(entry)
+        except Exception:
+            self._note_store_error()
+
+    async def evict(self, entry: Entry) -> None:
+        """It is served no more; the next answer to its question may be."""
+        try:
+            await self._lookup.store.mark_wrong(entry.identity, entry)
         except Exception:
             self._note_store_error()
 

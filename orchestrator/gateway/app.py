@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from orchestrator.config import Embedder, load_tiers, read_toml
-from orchestrator.contracts import ANSWER_HEADERS, EMBEDDING_MODEL
+from orchestrator.config import Embedder, Speech, load_tiers, read_toml
+from orchestrator.contracts import ANSWER_HEADERS, EMBEDDING_MODEL, OCR_MODEL, STT_MODEL, TTS_MODEL
 from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ModelNotFoundError, shorten
 from orchestrator.gateway.cache_admin import CacheOperation
 from orchestrator.gateway.chat import Completions
@@ -27,7 +27,10 @@ from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundErro
 from orchestrator.gateway.guard import Guard
 from orchestrator.gateway.messages import error_headers, forwarded_headers
 from orchestrator.gateway.metrics import CONTENT_TYPE, render_page
+from orchestrator.gateway.ocr import OCR_PATH, Ocr
 from orchestrator.gateway.openapi import describe
+from orchestrator.gateway.speech import SPEECH_PATH, Speaking
+from orchestrator.gateway.transcriptions import TRANSCRIPTIONS_PATH, Transcriptions
 from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.pipeline import AUTO
 from orchestrator.readiness import engines_of
@@ -55,7 +58,13 @@ def create_app(options: GatewayOptions) -> Guard:
     embedder = read_toml(options.artifact / "embedder.toml", Embedder)
     generators = dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])
     adapted = [f"{name}:{each.name}" for tier in tiers for name in (tier.name, tier.model) for each in tier.adapters]
-    model_names = [AUTO, *generators, *dict.fromkeys(adapted), EMBEDDING_MODEL, embedder.name]
+    has_ocr = (options.artifact / "model_repository" / OCR_MODEL).is_dir()
+    speech_path = options.artifact / "speech.toml"
+    speech = read_toml(speech_path, Speech) if speech_path.exists() else Speech()
+    others = [OCR_MODEL] if has_ocr else []
+    others += [STT_MODEL, speech.transcriber.name] if speech.transcriber else []
+    others += [TTS_MODEL, speech.speaker.name] if speech.speaker else []
+    model_names = [AUTO, *generators, *dict.fromkeys(adapted), EMBEDDING_MODEL, embedder.name, *others]
     engines = engines_of(tiers)
     created = int((options.artifact / "manifest.json").stat().st_mtime)
     triton = TritonClient(options.triton_grpc_url)
@@ -107,6 +116,9 @@ def create_app(options: GatewayOptions) -> Guard:
         "/v1/chat/completions": Completions(triton, "chat"),
         "/v1/completions": Completions(triton, "completion"),
         "/v1/embeddings": Embeddings(triton, embedder, with_keys=options.with_keys),
+        OCR_PATH: Ocr(triton, is_served=has_ocr, with_keys=options.with_keys),
+        TRANSCRIPTIONS_PATH: Transcriptions(triton, speech.transcriber, with_keys=options.with_keys),
+        SPEECH_PATH: Speaking(triton, speech.speaker, with_keys=options.with_keys),
         "/v1/rt/cache/wrong": CacheOperation(triton, "wrong"),
         "/v1/rt/cache/invalidate": CacheOperation(triton, "invalidate"),
     }

@@ -12,6 +12,7 @@ import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.config import Embedder
+from orchestrator.contracts import EMBEDDING_MODEL
 from orchestrator.embedding.request import Input, parse_embedding_request
 from orchestrator.embedding.window import choose_length, most_tokens, pad
 from orchestrator.errors import ApiError, InvalidRequestError
@@ -60,7 +61,7 @@ class Embeddings:
             request, inputs = parse_embedding_request(body, self._embedder)
             if self._with_keys:
                 lengths = [most_tokens(given) for given in inputs]
-                reservation = await self._triton.limits.reserve(lengths, forwarded_headers(scope))
+                reservation = await self._triton.limits.reserve(EMBEDDING_MODEL, lengths, forwarded_headers(scope))
             is_list = isinstance(request.input, list) and not isinstance(request.input[0], int)
             embeddings = await self._embed_all(inputs, is_list, receive, done)
         except ClientLeft:

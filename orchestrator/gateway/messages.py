@@ -40,19 +40,25 @@ class ClientLeft(Exception):
 async def read_json_body(scope: Scope, receive: Receive) -> bytes:
     """The whole body, unparsed.
 
-    Raises `UnsupportedMediaTypeError` when it is not declared as JSON, `RequestTooLargeError` as soon as its length or
-    what came of it says so, `ClientLeft`. How long it may take is the connection's matter.
+    Raises `UnsupportedMediaTypeError` when it is not declared as JSON, and what `read_body` raises.
+    """
+    if (content_type := dict(scope["headers"]).get(b"content-type", b"")) != _JSON:
+        _check_media_type(content_type)
+    return await read_body(scope, receive, MAX_REQUEST_BYTES)
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body, of at most `max_bytes`.
+
+    Raises `UnsupportedMediaTypeError` when it is compressed, `RequestTooLargeError` as soon as its length or what came
+    of it says so, `ClientLeft`. How long it may take is the connection's matter.
     """
     headers = dict(scope["headers"])
-    if (content_type := headers.get(b"content-type", b"")) != _JSON:
-        _check_media_type(content_type)
     if (encoding := headers.get(b"content-encoding", b"identity")) != b"identity":
-        raise UnsupportedMediaTypeError(
-            f"content-encoding: {_quote(encoding)} is not supported; send the body as it is"
-        )
-    if int(headers.get(b"content-length", 0)) > MAX_REQUEST_BYTES:  # the HTTP parser lets nothing but digits through
+        raise UnsupportedMediaTypeError(f"content-encoding: {quote(encoding)} is not supported; send the body as it is")
+    if int(headers.get(b"content-length", 0)) > max_bytes:  # the HTTP parser lets nothing but digits through
         raise RequestTooLargeError(
-            f"the request has {headers[b'content-length'].decode()} bytes; at most {MAX_REQUEST_BYTES} are allowed"
+            f"the request has {headers[b'content-length'].decode()} bytes; at most {max_bytes} are allowed"
         )
     parts: list[bytes] = []
     num_bytes = 0
@@ -62,8 +68,8 @@ async def read_json_body(scope: Scope, receive: Receive) -> bytes:
             raise ClientLeft
         parts.append(message.get("body", b""))
         num_bytes += len(parts[-1])
-        if num_bytes > MAX_REQUEST_BYTES:
-            raise RequestTooLargeError(f"the request has more than {MAX_REQUEST_BYTES} bytes, which is the limit")
+        if num_bytes > max_bytes:
+            raise RequestTooLargeError(f"the request has more than {max_bytes} bytes, which is the limit")
         if not message.get("more_body", False):
             return b"".join(parts)
 
@@ -82,11 +88,11 @@ def _check_media_type(content_type: bytes) -> None:
     ]
     if media_type != _JSON or charsets not in ([], [b"utf-8"]):
         raise UnsupportedMediaTypeError(
-            f"content-type: {_quote(content_type)} is not allowed; the body must be JSON and say so: application/json"
+            f"content-type: {quote(content_type)} is not allowed; the body must be JSON and say so: application/json"
         )
 
 
-def _quote(value: bytes) -> str:
+def quote(value: bytes) -> str:
     """A header's value for an error message."""
     return shorten(value.decode("latin-1"))
 

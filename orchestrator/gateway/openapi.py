@@ -6,9 +6,14 @@ from typing import Any
 
 from orchestrator import __version__
 from orchestrator.cache.operations import Invalidation, WrongHit
-from orchestrator.contracts import EMBEDDING_DIMENSIONS
+from orchestrator.contracts import EMBEDDING_DIMENSIONS, OCR_MODEL
 from orchestrator.embedding.request import EmbeddingRequest
+from orchestrator.gateway.ocr import FILE_FIELD as IMAGE_FIELD
+from orchestrator.gateway.ocr import FORM, MODEL_FIELD, OCR_PATH, RAW
+from orchestrator.gateway.speech import SPEECH_PATH
+from orchestrator.gateway.transcriptions import FILE_FIELD, TRANSCRIPTIONS_PATH
 from orchestrator.request import ChatRequest, CompletionRequest
+from orchestrator.voice.request import GRANULARITIES_FIELD, SpeechRequest, TranscriptionRequest
 
 _ERROR = {
     "type": "object",
@@ -53,7 +58,7 @@ _FAILED = _errors(
     s404="no such model",
     s408="the request took too long to arrive",
     s413="the request is too large",
-    s415="the body is not declared as JSON",
+    s415="the body is not declared as what this path takes",
     s429="a quota is used up; `retry-after` says until when",
     s500="ours",
     s502="the engine failed",
@@ -91,7 +96,7 @@ _RT: dict[str, Any] = {
 def describe() -> dict[str, Any]:
     """An OpenAPI 3.1 document."""
     requests, parts = {}, {}
-    for kind in (ChatRequest, CompletionRequest, EmbeddingRequest, WrongHit, Invalidation):
+    for kind in (ChatRequest, CompletionRequest, EmbeddingRequest, SpeechRequest, WrongHit, Invalidation):
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         parts.update(schema.pop("$defs", {}))
         requests[kind.__name__] = schema
@@ -104,6 +109,9 @@ def describe() -> dict[str, Any]:
             "/v1/chat/completions": {"post": _generation("createChatCompletion", ChatRequest)},
             "/v1/completions": {"post": _generation("createCompletion", CompletionRequest)},
             "/v1/embeddings": {"post": _embeddings()},
+            OCR_PATH: {"post": _ocr()},
+            TRANSCRIPTIONS_PATH: {"post": _transcription()},
+            SPEECH_PATH: {"post": _speech()},
             "/v1/rt/cache/wrong": {"post": _operation("markCacheHitWrong", "WrongHit", "The stored answer is gone")},
             "/v1/rt/cache/invalidate": {
                 "post": _operation("invalidateCache", "Invalidation", "What was removed, or would be")
@@ -189,4 +197,100 @@ def _embeddings() -> dict[str, Any]:
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/EmbeddingRequest"}}},
         },
         "responses": {"200": _json("An embedding for each input, in their order", answer), **_REFUSED, **_FAILED},
+    }
+
+
+def _ocr() -> dict[str, Any]:
+    image = {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP"}
+    form = {
+        "type": "object",
+        "required": [IMAGE_FIELD],
+        "properties": {IMAGE_FIELD: image, MODEL_FIELD: {"const": OCR_MODEL}},
+        "additionalProperties": False,
+    }
+    point = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
+    line = {
+        "type": "object",
+        "required": ["text", "score", "box"],
+        "properties": {
+            "text": {"type": "string"},
+            "score": {"type": "number"},
+            "box": {
+                "type": "array",
+                "items": point,
+                "minItems": 4,
+                "maxItems": 4,
+                "description": "corners, x and y in pixels of the upright image, in the order in which the text reads",
+            },
+        },
+    }
+    answer = {
+        "type": "object",
+        "required": ["object", "model", "width", "height", "text", "lines"],
+        "properties": {
+            "width": {"type": "integer"},
+            "height": {"type": "integer"},
+            "text": {"type": "string", "description": "the lines, in reading order"},
+            "lines": {"type": "array", "items": line},
+        },
+    }
+    content = {FORM: {"schema": form}, **{media_type: {"schema": image} for media_type in RAW}}
+    return {
+        "operationId": "readImage",
+        "requestBody": {"required": True, "content": content},
+        "responses": {"200": _json("The text of the image, by line", answer), **_REFUSED, **_FAILED},
+    }
+
+
+def _transcription() -> dict[str, Any]:
+    schema = TranscriptionRequest.model_json_schema()
+    properties = schema["properties"]
+    properties[GRANULARITIES_FIELD] = properties.pop("timestamp_granularities")
+    properties[FILE_FIELD] = {
+        "type": "string",
+        "format": "binary",
+        "description": "WAV, FLAC, Ogg or MP3: at most 25 MiB, and half an hour",
+    }
+    schema["required"] = [FILE_FIELD, *schema["required"]]
+    words = {"type": "array", "items": {"type": "object", "required": ["word", "start", "end"]}}
+    segments = {
+        "type": "array",
+        "items": {"type": "object", "required": ["id", "start", "end", "text"]},
+        "description": "`tokens` is empty and `seek` 0 in each",
+    }
+    answer = {
+        "type": "object",
+        "required": ["text", "usage"],
+        "properties": {
+            "text": {"type": "string", "description": "empty where nobody speaks"},
+            "duration": {"type": "number", "description": "seconds"},
+            "words": words,
+            "segments": segments,
+        },
+    }
+    ok = _json("What is said", answer)
+    ok["content"] |= {"text/plain": {"schema": {"type": "string"}}, "text/vtt": {"schema": {"type": "string"}}}
+    return {
+        "operationId": "createTranscription",
+        "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}},
+        "responses": {"200": ok, **_REFUSED, **_FAILED},
+    }
+
+
+def _speech() -> dict[str, Any]:
+    sound = {"schema": {"type": "string", "format": "binary"}}
+    return {
+        "operationId": "createSpeech",
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/SpeechRequest"}}},
+        },
+        "responses": {
+            "200": {
+                "description": "The sound as it is made. `pcm` is 24 kHz, 16 bits, one channel",
+                "content": {"audio/wav": sound, "audio/pcm": sound},
+            },
+            **_REFUSED,
+            **_FAILED,
+        },
     }

@@ -17,11 +17,18 @@ from orchestrator.errors import ApiError, InvalidRequestError, RequestTooLargeEr
 from orchestrator.gateway.errors import HeadersTooLargeError, RequestTimeoutError
 from orchestrator.gateway.messages import encode_error
 from orchestrator.gateway.metrics import OTHER_ROUTE, count_answer
+from orchestrator.gateway.ocr import MAX_BODY_BYTES as MAX_IMAGE_BODY_BYTES
+from orchestrator.gateway.ocr import OCR_PATH
 from orchestrator.gateway.request_id import REQUEST_ID_HEADER, choose_request_id
+from orchestrator.gateway.transcriptions import MAX_BODY_BYTES as MAX_SOUND_BODY_BYTES
+from orchestrator.gateway.transcriptions import TRANSCRIPTIONS_PATH
+
+# Routes whose body is a file, or a form with one, and its most bytes.
+_FILE_BODY_BYTES = {OCR_PATH: MAX_IMAGE_BODY_BYTES, TRANSCRIPTIONS_PATH: MAX_SOUND_BODY_BYTES}
 
 
 class Limits(NamedTuple):
-    """Per connection. A request's own size is `orchestrator.request.MAX_REQUEST_BYTES`."""
+    """Per connection. A request's own size is its route's matter."""
 
     head_bytes: int = 64 << 10  # request target and headers
     num_headers: int = 100
@@ -31,8 +38,9 @@ class Limits(NamedTuple):
     # What still comes of a request that has its answer is read and thrown away, so that the client gets to read the
     # answer; up to here.
     discarded_bytes: int = 16 << 20
-    # A body of 1 MiB in chunks of one byte is 6 MiB; more can only be chunk extensions and trailers.
+    # A body of 1 MiB in chunks of one byte is 6 MiB; more can only be chunk extensions and trailers, or a file.
     raw_bytes: int = 8 << 20
+    file_raw_bytes: int = max(_FILE_BODY_BYTES.values()) + (8 << 20)
 
 
 class _Pipelined(Exception):
@@ -48,6 +56,7 @@ class Protocol(HttpToolsProtocol):
     _has_begun = False  # its first request
     _is_reading = False  # a request
     _is_in_head = False
+    _has_file = False  # a request whose body is one
     _is_deaf = False  # to everything that still comes
     _num_head_bytes = 0
     _num_discarded = 0
@@ -83,8 +92,9 @@ class Protocol(HttpToolsProtocol):
                 self._discard(len(data))
             elif self._is_reading:
                 self._num_raw_bytes += len(data)
-            if self._num_raw_bytes > self.limits.raw_bytes:
-                self._refuse(RequestTooLargeError(f"chunks and trailers of more than {self.limits.raw_bytes} bytes"))
+            max_raw_bytes = self.limits.file_raw_bytes if self._has_file else self.limits.raw_bytes
+            if self._num_raw_bytes > max_raw_bytes:
+                self._refuse(RequestTooLargeError(f"chunks and trailers of more than {max_raw_bytes} bytes"))
                 return
         super().data_received(data)
         if self._is_reading:
@@ -117,6 +127,7 @@ class Protocol(HttpToolsProtocol):
             raise self._refusal
         super().on_headers_complete()
         self._is_in_head = False
+        self._has_file = self.scope["path"] in _FILE_BODY_BYTES
 
     def on_message_complete(self) -> None:
         self._is_reading = False

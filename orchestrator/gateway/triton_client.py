@@ -15,7 +15,7 @@ from orchestrator.errors import from_message
 from orchestrator.infer_streams import InferStreams, Responses
 from orchestrator.limits.client import LimitsClient, answer_headers_of
 from orchestrator.readiness import find_not_ready
-from orchestrator.wire import add_row, add_string, find_output, new_request, read_outputs
+from orchestrator.wire import add_floats, add_number, add_row, add_string, find_output, new_request, read_outputs
 
 
 class TritonClient:
@@ -54,6 +54,27 @@ class TritonClient:
         add_row(request, contracts.ATTENTION_MASK, *attention_mask)
         return (await self._infer(request))[contracts.EMBEDDING.name]
 
+    async def read_image(self, image: bytes) -> bytes:
+        """The text of an image as JSON; raises like `embed_text`."""
+        request = service_pb2.ModelInferRequest(model_name=contracts.OCR_MODEL)
+        add_string(request, contracts.IMAGE, image)
+        raw = (await self._infer(request))[contracts.OCR_RESULT.name]
+        return raw[4:]  # one STRING element: a length of 4 bytes, then the text
+
+    async def transcribe(self, audio: bytes, temperature: float) -> bytes:
+        """What is said in `audio`, little-endian FP32 at 16 kHz, as `voice.transcript` encodes it; as `embed_text`."""
+        request = service_pb2.ModelInferRequest(model_name=contracts.STT_MODEL)
+        add_floats(request, contracts.AUDIO, audio)
+        add_number(request, contracts.TEMPERATURE, temperature)
+        return (await self._infer(request))[contracts.SEGMENTS.name][4:]  # behind the length of the one element
+
+    def speak(self, text: str, speed: float) -> Sound:
+        """`text`, spoken."""
+        request = new_request(contracts.TTS_MODEL, uuid.uuid4().hex)
+        add_string(request, contracts.TEXT, text.encode())
+        add_number(request, contracts.SPEED, speed)
+        return Sound(Responses(self._streams, request))
+
     async def _infer(self, request: Any) -> dict[str, bytes]:
         try:
             return read_outputs(await self._streams.stub.ModelInfer(request))
@@ -88,3 +109,20 @@ class EventStream:
                 if raw := find_output(response, contracts.EVENT):
                     self.headers = self.headers or answer_headers_of(response)
                     yield raw[4:]  # one STRING element: a length of 4 bytes, then the text
+
+
+class Sound:
+    """What `tts` speaks of one text, for one reader. `cancel` ends it; it may be called at any time."""
+
+    def __init__(self, responses: Responses) -> None:
+        self.cancel = responses.cancel
+        self._responses = responses
+
+    async def read(self) -> AsyncGenerator[tuple[bytes, int], None]:
+        """PCM16 of one channel, little-endian, and its samples a second, by sentence; as `EventStream.read`."""
+        async with contextlib.aclosing(self._responses.read()) as reading:
+            async for response in reading:
+                if response.error_message:
+                    raise from_message(response.error_message)
+                if pcm := find_output(response, contracts.PCM):
+                    yield pcm, int.from_bytes(find_output(response, contracts.PCM_RATE) or b"", "little")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from orchestrator.contracts import FORWARDED_HEADERS, FRONT_MODELS, FrontModel, TensorSpec
@@ -25,11 +25,14 @@ _SHOWN_CHARS = 80  # of a name that the caller chose: a gRPC status must stay sm
 _POSITIVE_INTEGER = re.compile(r"0*[1-9][0-9]{0,17}")
 
 
-def check_model(name: str) -> FrontModel:
-    """The tensors of a public model; raises `ModelNotFoundError`, also for models that exist and are not public."""
-    if name not in FRONT_MODELS:
+def check_model(name: str, models: Collection[str] = FRONT_MODELS) -> FrontModel:
+    """The tensors of a public model, of which the target has `models`.
+
+    Raises `ModelNotFoundError`, also for models that exist and are not public.
+    """
+    if name not in models:
         raise ModelNotFoundError(
-            f"model_name: {shorten(name)} does not exist here; one of {', '.join(FRONT_MODELS)}", param="model_name"
+            f"model_name: {shorten(name)} does not exist here; one of {', '.join(models)}", param="model_name"
         )
     return FRONT_MODELS[name]
 
@@ -40,12 +43,13 @@ def check_version(version: str) -> None:
         raise ModelNotFoundError(f"model_version: must be 1, or empty (got {shorten(version)})", param="model_version")
 
 
-def check_request(request: Any, max_batch: int) -> None:
+def check_request(request: Any, max_batch: int, models: Collection[str] = FRONT_MODELS) -> None:
     """Raises `ModelNotFoundError`, or `InvalidRequestError` naming the field, for a `ModelInferRequest` we refuse.
 
-    `max_batch` is the most that a dimension of any size may be: of public models, the embedder's batch.
+    `max_batch` is the most that a dimension of any size may be: of public models, the embedder's batch. `models` are
+    those of `FRONT_MODELS` that the target has.
     """
-    model = check_model(request.model_name)
+    model = check_model(request.model_name, models)
     specs = {spec.name: spec for spec in model.inputs}
     check_version(request.model_version)
     for name, value in request.parameters.items():

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 from tritonclient.grpc import service_pb2
 
-from orchestrator.contracts import EMBEDDING_MODEL, FORWARDED_HEADERS
+from orchestrator.contracts import EMBEDDING_MODEL, FORWARDED_HEADERS, ORCHESTRATOR_MODEL
 from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_prefixes
 from orchestrator.grpc_front.checks import check_request, most_tokens
 from orchestrator.grpc_front.scan import check_parts
@@ -35,11 +35,12 @@ AnyResponses = Responses | MeteredResponses
 class Upstream(NamedTuple):
     """The way to Triton; `limits` where the orchestrator has keys, to ask about what does not pass it.
 
-    `max_batch` is the most texts that a request to the embedder may hold.
+    `max_batch` is the most texts that a request to the embedder may hold, `models` are the public ones that there are.
     """
 
     streams: InferStreams
     max_batch: int
+    models: tuple[str, ...]
     limits: LimitsClient | None = None
 
 
@@ -65,19 +66,20 @@ def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyRe
     The orchestrator ends a request for whoever knows its id, so no id that a caller has chosen may reach it. Headers
     become parameters as Triton makes them of metadata: a header wins over a parameter that the caller set.
     """
-    check_request(request, upstream.max_batch)
+    check_request(request, upstream.max_batch, upstream.models)
     request.id = uuid.uuid4().hex
     for name, value in metadata:
         if name in FORWARDED_HEADERS:
             request.parameters[name].string_param = value
     wants_end = ask_for_end(request)
     responses = Responses(upstream.streams, request)
-    if upstream.limits is None or request.model_name != EMBEDDING_MODEL:
+    if upstream.limits is None or request.model_name == ORCHESTRATOR_MODEL:
         return responses, wants_end
     headers = [
         (name, request.parameters[name].string_param) for name in FORWARDED_HEADERS if name in request.parameters
     ]
-    return MeteredResponses(upstream.limits, responses, most_tokens(request), headers), wants_end
+    lengths = most_tokens(request) if request.model_name == EMBEDDING_MODEL else []
+    return MeteredResponses(upstream.limits, responses, request.model_name, lengths, headers), wants_end
 
 
 async def infer(upstream: Upstream, data: bytes, metadata: Metadata) -> Any:

@@ -16,7 +16,7 @@ from grpc._cython import cygrpc
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from orchestrator.config import load_tiers
-from orchestrator.contracts import EMBEDDING_MODEL, ORCHESTRATOR_MODEL
+from orchestrator.contracts import EMBEDDING_MODEL, FRONT_MODELS, ORCHESTRATOR_MODEL
 from orchestrator.errors import ApiError
 from orchestrator.grpc_front.checks import check_model, check_version
 from orchestrator.grpc_front.relay import StreamRelay, Upstream, infer, parse
@@ -101,12 +101,13 @@ class Server(cygrpc.AioServer):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Served:
-    """What the front must know of the artifact: its engine models, with the runtime of each, and the most texts that
-    one request may hold.
+    """What the front must know of the artifact: its engine models, with the runtime of each, the most texts that one
+    request may hold, and which of the public models it has.
     """
 
     engines: dict[str, str]
     max_batch: int
+    models: tuple[str, ...] = tuple(FRONT_MODELS)
 
     @classmethod
     def read(cls, artifact: Path) -> Served:
@@ -114,7 +115,8 @@ class Served:
         tiers = load_tiers(artifact / "tiers.toml").tier
         config = (artifact / "model_repository" / EMBEDDING_MODEL / "config.pbtxt").read_text(encoding="utf-8")
         max_batch = text_format.Parse(config, model_config_pb2.ModelConfig()).max_batch_size
-        return cls(engines_of(tiers), max_batch)
+        models = tuple(name for name in FRONT_MODELS if (artifact / "model_repository" / name).is_dir())
+        return cls(engines_of(tiers), max_batch, models)
 
 
 class Front:
@@ -124,7 +126,8 @@ class Front:
         """`with_keys` says that the orchestrator has keys, so that what does not pass it must be asked about."""
         self._streams = streams
         self._served = served
-        self._upstream = Upstream(streams, served.max_batch, LimitsClient(streams) if with_keys else None)
+        limits = LimitsClient(streams) if with_keys else None
+        self._upstream = Upstream(streams, served.max_batch, served.models, limits)
         self._relays: set[StreamRelay] = set()
         answered = {name: _unary(self._ask(name)) for name in _ASKED} | {
             "ModelInfer": _unary(self._infer),
@@ -145,7 +148,7 @@ class Front:
             try:
                 request = parse(_ASKED[name], data)
                 if "name" in request.DESCRIPTOR.fields_by_name:
-                    check_model(request.name)
+                    check_model(request.name, self._served.models)
                     check_version(request.version)
                 response = await getattr(self._streams.stub, name)(request, timeout=_ASK_TIMEOUT_S)
                 if name == "ServerReady" or (name == "ModelReady" and request.name == ORCHESTRATOR_MODEL):

@@ -25,7 +25,7 @@ Headers = Iterable[tuple[str, str]]
 
 
 class Reservation(NamedTuple):
-    """Room for an embedding request; `headers` are the answer's."""
+    """Room for a request that does not pass the orchestrator; `headers` are the answer's."""
 
     id: str
     headers: Mapping[str, str]
@@ -42,9 +42,9 @@ class LimitsClient:
         """Whether the caller of `headers` may see "models" or "metrics"."""
         await self._ask("check", {"right": right}, headers)
 
-    async def reserve(self, lengths: Sequence[int], headers: Headers) -> Reservation:
-        """Room to embed inputs of at most so many tokens each."""
-        answer, answer_headers = await self._ask("reserve", {"lengths": list(lengths)}, headers)
+    async def reserve(self, model: str, lengths: Sequence[int], headers: Headers) -> Reservation:
+        """Room for a request to `model` ("embedding", "ocr", "stt", "tts") with inputs of at most so many tokens."""
+        answer, answer_headers = await self._ask("reserve", {"model": model, "lengths": list(lengths)}, headers)
         return Reservation(answer["reservation"], answer_headers)
 
     def settle(self, reservation: Reservation, num_tokens: int) -> None:
@@ -77,26 +77,29 @@ class LimitsClient:
 
 
 class MeteredResponses:
-    """An embedding request's `Responses`, begun when the caller's quotas have room for it."""
+    """The `Responses` of a request to "embedding" or "ocr", begun when the caller's quotas have room for it."""
 
-    def __init__(self, limits: LimitsClient, responses: Responses, lengths: Sequence[int], headers: Headers) -> None:
+    def __init__(
+        self, limits: LimitsClient, responses: Responses, model: str, lengths: Sequence[int], headers: Headers
+    ) -> None:
         """`lengths` are the most tokens that each input may have."""
         self._limits = limits
         self._responses = responses
+        self._model = model
         self._lengths = lengths
         self._headers = list(headers)
         self.cancel: Callable[[], Awaitable[None]] = responses.cancel
 
     async def read(self) -> AsyncGenerator[Any, None]:
         """As `Responses.read`; the quotas' headers are parameters of the first response."""
-        reservation = await self._limits.reserve(self._lengths, self._headers)
+        reservation = await self._limits.reserve(self._model, self._lengths, self._headers)
         # Who asked for the vectors alone is charged for the most it can be.
         num_tokens: int | None = 0
         headers = dict(reservation.headers)
         try:
             async with contextlib.aclosing(self._responses.read()) as reading:
                 async for response in reading:
-                    if response.infer_response.outputs:
+                    if self._lengths and response.infer_response.outputs:
                         raw = find_output(response, NUM_TOKENS)
                         num_tokens = None if raw is None else sum(memoryview(raw).cast("i"))
                     while headers and not response.error_message:

@@ -21,13 +21,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--keys", type=Path, required=True, metavar="FILE", help="as `serve --keys` has it")
     add.add_argument("--tenant", required=True, metavar="NAME", help="whose it is; tenants share nothing")
     add.add_argument("--id", metavar="NAME", help="what the key is called (default: the tenant and a number)")
-    add.add_argument("--tier", action="append", metavar="NAME", help="a tier, or embedding; repeatable (default all)")
+    add.add_argument(
+        "--tier", action="append", metavar="NAME", help="a tier, embedding, ocr, stt, tts; repeatable (default all)"
+    )
     add.add_argument("--requests-per-minute", type=int, metavar="N", help="default: no limit")
     add.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and answer; default: no limit")
     add.add_argument("--usd-per-day", type=float, metavar="X", help="default: no limit")
     add.add_argument("--priority", choices=("interactive", "batch"), default="interactive", help="default %(default)s")
     add.add_argument("--deadline-ms", type=int, metavar="N", help="for requests without x-deadline-ms; default: none")
     add.add_argument("--metrics", action="store_true", help="it may read /metrics")
+    add.add_argument(
+        "--allow-cloud-sampling", action="store_true", help="sampled questions may go to a cloud tier, to judge answers"
+    )
+    add.add_argument(
+        "--keep-text", action="store_true", help="poorly answered conversations may be kept, to train the classifier"
+    )
+    add.add_argument(
+        "--hold-flagged", action="store_true", help="send no sentence before the safety filter has seen it"
+    )
     revoke.add_argument("id", metavar="ID")
     add.set_defaults(run=_add)
     listing.set_defaults(run=_list)
@@ -55,6 +66,9 @@ def _add(options: argparse.Namespace) -> None:
             "priority": options.priority,
             "deadline_ms": options.deadline_ms,
             "may_read_metrics": options.metrics,
+            "allow_cloud_sampling": options.allow_cloud_sampling,
+            "keep_text": options.keep_text,
+            "hold_flagged": options.hold_flagged,
         }
         return KeyFile(keys=(*file.keys, _checked(fields)))
 
@@ -73,7 +87,7 @@ def _checked(fields: dict[str, object]) -> Key:
 
 def _list(options: argparse.Namespace) -> None:
     rows: list[tuple[str, ...]] = [
-        ("id", "tenant", "tiers", "requests/min", "tokens/min", "USD/day", "priority", "deadline ms", "metrics")
+        ("id", "tenant", "tiers", "requests/min", "tokens/min", "USD/day", "priority", "deadline ms", "rights")
     ]
     for key in read_keys(options.keys).keys:
         limits = (key.requests_per_minute, key.tokens_per_minute, key.usd_per_day)
@@ -81,12 +95,23 @@ def _list(options: argparse.Namespace) -> None:
             (
                 *(key.id, key.tenant, ",".join(key.tiers or ("all",))),
                 *("-" if limit is None else f"{limit:g}" for limit in limits),
-                *(key.priority, str(key.deadline_ms or "-"), "yes" if key.may_read_metrics else "no"),
+                *(key.priority, str(key.deadline_ms or "-"), ",".join(_rights(key)) or "-"),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+
+
+def _rights(key: Key) -> list[str]:
+    """What the key allows or wants beyond answers, by the flags of `add`."""
+    given = {
+        "metrics": key.may_read_metrics,
+        "allow-cloud-sampling": key.allow_cloud_sampling,
+        "keep-text": key.keep_text,
+        "hold-flagged": key.hold_flagged,
+    }
+    return [name for name, is_given in given.items() if is_given]
 
 
 def _revoke(options: argparse.Namespace) -> None:

@@ -129,7 +129,7 @@ def counts_tokens(key: Key) -> bool:
 
 
 def may_use(key: Key, name: str) -> bool:
-    """Whether the key allows the tier, or "embedding"."""
+    """Whether the key allows the tier, "embedding", "ocr", "stt" or "tts"."""
     return key.tiers is None or name in key.tiers
 
 

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import secrets
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from orchestrator.config import ConfigError, Row, describe
 from orchestrator.errors import UnauthorizedError
+from orchestrator.files import write_whole
 
 log = logging.getLogger("orchestrator.limits")
 
@@ -44,9 +44,12 @@ Count = Annotated[int, Field(gt=0, le=10**12)]
 class Key(Row):
     """One key's rights; a limit that is left out is none.
 
-    `digest` is the key's SHA-256 in hexadecimal. `tiers` are names of tiers, and "embedding"; None allows all.
+    `digest` is the key's SHA-256 in hexadecimal. `tiers` are names of tiers, and "embedding", "ocr", "stt", "tts"; None
+    allows all.
     `deadline_ms` counts from a request's arrival, for requests that set none. `may_read_metrics` opens `/metrics`,
-    which shows all tenants' numbers.
+    which shows all tenants' numbers. `allow_cloud_sampling` lets the quality monitor ask a cloud tier what another tier
+    has answered, `keep_text` lets it keep what was answered poorly, for the classifier's training. With `hold_flagged`
+    an answer comes sentence by sentence, each after the safety filter has seen it.
     """
 
     id: Name
@@ -59,6 +62,9 @@ class Key(Row):
     priority: Priority = "interactive"
     deadline_ms: Annotated[int, Field(gt=0, le=MAX_DEADLINE_MS)] | None = None
     may_read_metrics: bool = False
+    allow_cloud_sampling: bool = False
+    keep_text: bool = False
+    hold_flagged: bool = False
 
 
 # Everybody, where there are no keys; only who reaches loopback is somebody then.
@@ -108,16 +114,7 @@ def change_keys(path: Path, change: Callable[[KeyFile], KeyFile]) -> KeyFile:
     with _turn(path.parent):
         changed = change(read_keys(path) if path.exists() else KeyFile())
         changed = KeyFile.model_validate(changed.model_dump())
-        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mode 0600
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(json.dumps(changed.model_dump(exclude_none=True), indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-        except BaseException:
-            os.unlink(draft)
-            raise
+        write_whole(path, json.dumps(changed.model_dump(exclude_none=True), indent=2) + "\n")
         return changed
 
 

@@ -1,10 +1,11 @@
 """What is asked about a key on behalf of a caller whom the orchestrator does not serve itself.
 
-Embeddings go past the orchestrator, from the gateway and the gRPC front to their own model; `/v1/models` and `/metrics`
-go nowhere. These ask here, with the caller's headers, in the place of OpenAI's JSON:
+Embeddings, images and sound go past the orchestrator, from the gateway and the gRPC front to their own models;
+`/v1/models` and `/metrics` go nowhere. These ask here, with the caller's headers, in the place of OpenAI's JSON:
 
 * ``check``    ``{"right": "models" | "metrics"}``                  → ``{}``
-* ``reserve``  ``{"lengths": [the most tokens of each input]}``     → ``{"reservation": "…"}``
+* ``reserve``  ``{"model": "embedding", "lengths": [the most tokens of each input]}``, or ``{"model": "ocr"}``, which
+  takes no tokens                                                   → ``{"reservation": "…"}``
 * ``settle``   ``{"reservation": "…", "tokens": 12}``               → ``{}``
 
 A reservation that nobody settles stays as it is, which is never too little.
@@ -23,7 +24,7 @@ from pydantic import Field
 
 from orchestrator.call import Call
 from orchestrator.config import Row
-from orchestrator.contracts import EMBEDDING_MODEL, LIMITS_OPERATION_PARAMETER
+from orchestrator.contracts import LIMITS_OPERATION_PARAMETER
 from orchestrator.errors import ApiError, InternalError, InvalidRequestError, NotAllowedError
 from orchestrator.limits.gate import Gate, Permit, may_use, not_allowed
 from orchestrator.limits.ledger import Amount
@@ -39,7 +40,8 @@ class Check(Row):
 
 
 class Reserve(Row):
-    lengths: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    model: Literal["embedding", "ocr", "stt", "tts"]
+    lengths: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
 
 class Settle(Row):
@@ -88,11 +90,11 @@ class Operations:
         return {}
 
     async def _reserve(self, call: Call) -> dict[str, str]:
-        lengths = Reserve.model_validate_json(call.body).lengths
+        asked = Reserve.model_validate_json(call.body)
         key = self._gate.identify(call)
-        if not may_use(key, EMBEDDING_MODEL):
-            raise not_allowed(key, EMBEDDING_MODEL)
-        num_tokens = sum(min(length, self._max_input_tokens) for length in lengths)
+        if not may_use(key, asked.model):
+            raise not_allowed(key, asked.model)
+        num_tokens = sum(min(length, self._max_input_tokens) for length in asked.lengths)
         permit = await self._gate.reserve(key, Amount(1, num_tokens))
         reservation = secrets.token_hex(16)
         self._open[reservation] = permit

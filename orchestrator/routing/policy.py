@@ -13,7 +13,9 @@ from typing import Literal, NamedTuple
 from orchestrator.routing.complexity import TIERS, Complexity
 
 # Why a tier was chosen, in one word: for counting. `Decision.reason` is the sentence.
-Kind = Literal["pinned", "only", "suffices", "window", "out", "deadline", "quota", "best", "unjudged", "unclassified"]
+Kind = Literal[
+    "pinned", "only", "suffices", "window", "out", "deadline", "doubtful", "quota", "best", "unjudged", "unclassified"
+]
 
 
 class Candidate(NamedTuple):
@@ -21,7 +23,8 @@ class Candidate(NamedTuple):
 
     `level` is the one of `TIERS` that it is good for. `num_answer_tokens` is the longest answer wanted, the prompt has
     `num_prompt_tokens`. `expected_s` is when the answer is expected to be whole, by the live pace of the tier's engine
-    and its queue: 0 when nothing is known, infinite when it has no place. `is_out` says its circuit breaker.
+    and its queue: 0 when nothing is known, infinite when it has no place. `is_out` says its circuit breaker,
+    `is_doubtful` the quality monitor: its answers to such questions have been poor lately.
     """
 
     tier: str
@@ -32,6 +35,7 @@ class Candidate(NamedTuple):
     num_answer_tokens: int
     expected_s: float = 0.0
     is_out: bool = False
+    is_doubtful: bool = False
 
     @property
     def holds(self) -> bool:
@@ -47,11 +51,15 @@ class Candidate(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Places among the candidates, in the order to try them; none when all are out."""
+    """Places among the candidates, in the order to try them; none when all are out.
+
+    `lifted_from` is the place of the tier that would be the first, were it not doubtful.
+    """
 
     order: tuple[int, ...]
     kind: Kind
     reason: str
+    lifted_from: int | None = None
 
 
 def levels(names: Iterable[str]) -> list[str]:
@@ -92,16 +100,19 @@ def decide(
         for each in candidates
     ]
     likely = [] if complexity is None else [place for place in places if shares[place] >= threshold]
-    good = [place for place in timely if place in likely]
 
-    if not timely:
-        chosen = min(roomy, key=lambda place: candidates[place].expected_s)  # of equals the cheapest
-    elif mode != "auto":
-        chosen = timely[0]
-    elif good:
-        chosen = good[0]
-    else:
-        chosen = max(timely, key=shares.__getitem__)
+    def choose(places: Sequence[int]) -> int:
+        if not places:
+            return min(roomy, key=lambda place: candidates[place].expected_s)  # of equals the cheapest
+        if mode != "auto":
+            return places[0]
+        good = [place for place in places if place in likely]
+        return good[0] if good else max(places, key=shares.__getitem__)
+
+    sure = [place for place in timely if not candidates[place].is_doubtful]
+    good = [place for place in sure or timely if place in likely]
+    chosen = choose(timely if mode == "pinned" else sure or timely)
+    undoubted = choose(timely)
     if mode == "pinned":
         return Decision((chosen,), "pinned", "the request names it")
 
@@ -126,19 +137,24 @@ def decide(
             return "suffices", f"the cheapest tier that is likely to suffice ({share})"
         if chosen in good:
             return kind, f"likely to suffice ({share}); {instead}"
+        if not likely and chosen != undoubted:
+            nearer = f"{candidates[undoubted].tier} would be nearer{_BUT['doubtful']}"
+            return "doubtful", f"may not suffice ({share}); {nearer}"
         if likely:
             return kind, f"may not suffice ({share}); {candidates[wanted].tier} would{_BUT[kind]}"
         if is_limited:
             return "quota", f"may not suffice ({share}); the key's quotas leave no dearer tier"
         return "best", f"may not suffice ({share}); no tier that may answer is more capable"
 
-    return Decision(_with_fallbacks(candidates, chosen, roomy), *explain())
+    lifted_from = undoubted if undoubted != chosen else None
+    return Decision(_with_fallbacks(candidates, chosen, roomy), *explain(), lifted_from)
 
 
 _BUT: dict[Kind, str] = {
     "out": ", but out",
     "window": ", but has no room for prompt and answer",
     "deadline": ", but not expected to be in time",
+    "doubtful": ", but its answers have been poor lately",
 }
 
 
@@ -146,6 +162,8 @@ def _obstacle(candidate: Candidate, left_s: float | None) -> Kind:
     """Why a tier is not taken that would suffice."""
     if candidate.is_out:
         return "out"
+    if candidate.holds and candidate.is_in_time(left_s) and candidate.is_doubtful:
+        return "doubtful"
     return "deadline" if candidate.holds and not candidate.is_in_time(left_s) else "window"
 
 

@@ -28,7 +28,9 @@ from orchestrator.errors import ApiError, OverloadedError
 from orchestrator.limits import create_gate
 from orchestrator.limits.operations import Operations
 from orchestrator.pipeline import Pipeline
+from orchestrator.quality import create_quality
 from orchestrator.text_engine import LLMAPI
+from orchestrator.triton.afterwards_metrics import AfterwardsMetrics
 from orchestrator.triton.cancellation import CancellationWatcher
 from orchestrator.triton.complexity_client import create_classifier
 from orchestrator.triton.embedding_client import GrpcEmbedder
@@ -39,6 +41,8 @@ from orchestrator.triton.routing_metrics import RoutingMetrics
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
 from orchestrator.triton.text_client import EngineClients, GrpcTextClient
+
+log = logging.getLogger("orchestrator.requests")
 
 # How often a live call is asked whether its caller left without a word, as gRPC clients do. The gateway says so.
 CANCELLATION_CHECK_PERIOD_S = 0.100
@@ -65,10 +69,11 @@ class OrchestratorModel:
         )
         self._cloud = create_cloud_client(tiers.tier, os.environ)
         self._gate = create_gate(os.environ)
-        self._embedder = self._metrics = self._store = cache = None
+        self._embedder = self._metrics = self._store = self._quality = cache = None
         self._store_errors: Counter[str] = Counter()
-        if tiers.cache is not None or any(tier.compression is not None for tier in tiers.tier):
+        if tiers.cache is not None or tiers.quality is not None or any(tier.compression for tier in tiers.tier):
             self._embedder = GrpcEmbedder(root, url)
+            self._quality = create_quality(tiers, self._embedder, os.environ)
         if tiers.cache is not None:
             assert self._embedder is not None
             self._metrics = CacheMetrics()
@@ -84,16 +89,19 @@ class OrchestratorModel:
             gate=self._gate,
             classify=self._classifier,
             embed=self._embedder,
+            quality=self._quality,
         )
         embedder = read_toml(root / "embedder.toml", Embedder)
         self._limits_operations = Operations(self._gate, embedder.max_input_tokens)
         live, limits = live_requests_gauge(contracts.ORCHESTRATOR_MODEL), LimitsMetrics(self._gate)
         routing = RoutingMetrics()
+        afterwards = AfterwardsMetrics(self._pipeline.spending, self._pipeline.afterwards)
 
         def publish(num_live: int) -> None:  # on the watcher's thread: each number told is a round trip to the server
             live.set(num_live)
             limits.publish(self._pipeline.dispatch.num_waiting())
             routing.publish(self._pipeline.dispatch)
+            afterwards.publish()
 
         self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, publish)
         self._max_live_requests = tiers.limits.max_live_requests
@@ -105,6 +113,7 @@ class OrchestratorModel:
         self._thread.start()
         self._is_finished = asyncio.Event()
         self._publishing = asyncio.run_coroutine_threadsafe(self._publish_metrics(), self._loop)
+        self._watching = asyncio.run_coroutine_threadsafe(self._watch_quality(), self._loop)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -175,6 +184,7 @@ class OrchestratorModel:
         await self._pipeline.finish()
         self._is_finished.set()
         await asyncio.wrap_future(self._publishing)
+        await asyncio.wrap_future(self._watching)
         if self._embedder is not None:
             await self._embedder.close()
         if self._classifier is not None:
@@ -186,12 +196,26 @@ class OrchestratorModel:
         if self._cloud is not None:
             await self._cloud.close()
 
+    async def _watch_quality(self) -> None:
+        if self._quality is None:
+            return
+        running = asyncio.ensure_future(self._quality.run())
+        running.add_done_callback(_note_end)
+        await self._is_finished.wait()
+        running.cancel()
+        await asyncio.wait({running})
+
     async def _publish_metrics(self) -> None:
         """In a thread: each number is a round trip to the server's process."""
         while self._metrics is not None and self._store is not None and not self._is_finished.is_set():
             await asyncio.to_thread(self._metrics.publish, await self._store.size(), self._store_errors)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._is_finished.wait(), METRICS_PERIOD_S)
+
+
+def _note_end(running: asyncio.Future[None]) -> None:
+    if not running.cancelled() and (error := running.exception()) is not None:
+        log.error("the quality monitor ended: %s", type(error).__name__)  # its text may be a tenant's
 
 
 class TritonSink:

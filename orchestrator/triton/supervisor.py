@@ -22,6 +22,7 @@ from pathlib import Path
 
 from orchestrator.config import ConfigError
 from orchestrator.limits.keys import KEYS_VARIABLE, read_keys
+from orchestrator.quality import FOLDER_VARIABLE
 from orchestrator.triton.artifact import Artifact, open_artifact
 from orchestrator.triton.doctor import check_health
 from orchestrator.triton.front import FrontOptions, is_loopback
@@ -166,7 +167,11 @@ def serve(options: ServeOptions) -> None:
                 shm_prefix=cleaner.shm_prefix,
                 restricted_key=secrets.token_urlsafe(),
                 exit_timeout_s=math.ceil(options.drain_timeout_s),
-                environ={**os.environ, KEYS_VARIABLE: str(options.keys.absolute()) if options.keys else ""},
+                environ={
+                    **os.environ,
+                    KEYS_VARIABLE: str(options.keys.absolute()) if options.keys else "",
+                    FOLDER_VARIABLE: str(run_dir),
+                },
                 more_backends=options.backend_directory,
             )
             triton = start_with(triton, choose_ranks(artifact.manifest.trtllm_engines), cleaner.shm_prefix)

@@ -15,10 +15,18 @@ from tritonclient.grpc import model_config_pb2
 from build.compiler import SOURCES
 from build.errors import BuildError
 from build.plan import make_plan
-from build.render import engine_parameters, make_embedder, make_tiers, render_config, render_ensemble, to_toml
+from build.render import (
+    engine_parameters,
+    make_embedder,
+    make_speech,
+    make_tiers,
+    render_config,
+    render_ensemble,
+    to_toml,
+)
 from build.rows import list_targets, load_models, load_target
 from orchestrator import contracts
-from orchestrator.config import Embedder, load_tiers, read_toml
+from orchestrator.config import Embedder, Speaker, Speech, Transcriber, load_tiers, read_toml
 from orchestrator.contracts import TensorSpec
 from orchestrator.engines import scripted
 
@@ -88,6 +96,25 @@ def test_tensors_are_those_of_the_contract(
     # NVIDIA's backend takes an engine's requests by Triton's dynamic batching.
     batched = "dynamic_batching" if config.backend == "tensorrtllm" else None
     assert config.WhichOneof("scheduling_choice") == (scheduling or batched)
+
+
+def test_speech_models_are_rendered(tmp_path: Path) -> None:
+    vad, tts = render("cpu-voice", "vad"), render("cpu-voice", "tts")
+    assert (vad.max_batch_size, vad.WhichOneof("scheduling_choice")) == (16, "sequence_batching")
+    assert (tts.max_batch_size, tts.model_transaction_policy.decoupled) == (0, True)
+    assert {key: value.string_value for key, value in vad.parameters.items()} == {"engine": "vad", "num_threads": "1"}
+
+
+def test_the_speech_models_are_what_the_gateway_reads(tmp_path: Path) -> None:
+    assert make_speech(load_target("cpu"), load_models(load_target("cpu"))) is None
+    target = load_target("cpu-voice")
+    speech = make_speech(target, load_models(target))
+    assert speech is not None
+    path = tmp_path / "speech.toml"
+    path.write_text(to_toml(speech.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
+    assert read_toml(path, Speech) == speech
+    assert speech.transcriber == Transcriber(name="whisper-tiny.en", language="en")
+    assert speech.speaker == Speaker(name="piper-joe", voice="joe")
 
 
 @pytest.mark.parametrize("target", ["cpu", "scripted"])

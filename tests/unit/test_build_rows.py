@@ -20,10 +20,54 @@ def test_every_target_loads_with_its_models_and_recipes() -> None:
     for name in list_targets():
         target = load_target(name)
         assert target.engines
-        parts = target.engines | target.embedders | target.classifiers
-        assert set(load_models(target)) == {model for model, _ in parts.values()}
-        assert {parameters.engine for _, parameters in parts.values()} <= set(RECIPES)
+        assert set(target.parts) == {name for name, model in target.models.items() if model.parameters}
+        assert set(load_models(target)) == {model for model, _ in target.parts.values()}
+        assert {parameters.engine for _, parameters in target.parts.values()} <= set(RECIPES)
         check_pairs(target, load_models(target))
+
+
+def test_cpu_voice_is_cpu_and_more() -> None:
+    cpu, voice = load_target("cpu"), load_target("cpu-voice")
+    assert (voice.tiers, voice.limits, voice.cache, voice.ensembles) == (
+        cpu.tiers,
+        cpu.limits,
+        cpu.cache,
+        cpu.ensembles,
+    )
+    assert {name: voice.models[name] for name in cpu.models} == cpu.models
+    assert set(voice.models) - set(cpu.models) == set(voice.speech) == {"vad", "stt", "turn", "tts"}
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ('extends = "gpu"', BuildError, "mine.toml: extends: 'gpu' is no target; targets: base, mine"),
+        ('extends = "mine"', ConfigError, "extends: Extra inputs are not permitted"),
+        ('extends = "base"\n[models.llm_small]\ninstance_count = 0', ConfigError, "models.llm_small.instance_count: "),
+        ('extends = "base"\n[models.stt]\nbackend = "python"', ConfigError, "models.stt.max_batch_size: "),
+    ],
+)
+def test_a_wrong_extension_is_refused(tmp_path: Path, text: str, error: type[Exception], message: str) -> None:
+    (tmp_path / "base.toml").write_text((HERE / "targets" / "cpu.toml").read_text().replace('"cpu"', '"base"', 1))
+    (tmp_path / "mine.toml").write_text(f'name = "mine"\n{text}\n')
+    with pytest.raises(error, match=message):
+        load_target("mine", tmp_path)
+
+
+def test_what_an_extension_says_of_a_table_is_put_over_it(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text((HERE / "targets" / "cpu.toml").read_text().replace('"cpu"', '"base"', 1))
+    (tmp_path / "mine.toml").write_text('name = "mine"\nextends = "base"\n[cache]\nttl_s = 60\n')
+    base, mine = load_target("base", tmp_path), load_target("mine", tmp_path)
+    assert base.cache is not None and mine.cache == base.cache.model_copy(update={"ttl_s": 60})
+    assert mine.models == base.models
+
+
+def test_a_speech_model_is_named_as_its_engine(tmp_path: Path) -> None:
+    text = (HERE / "targets" / "cpu-voice.toml").read_text().replace("[models.vad", "[models.ears")
+    (tmp_path / "cpu.toml").write_text((HERE / "targets" / "cpu.toml").read_text())
+    (tmp_path / "cpu-voice.toml").write_text(text)
+    with pytest.raises(ConfigError, match="models.ears: a speech model is named as its engine, 'vad'"):
+        load_target("cpu-voice", tmp_path)
 
 
 def test_tiers_of_cpu_go_from_cheap_to_dear() -> None:
@@ -76,6 +120,18 @@ def test_tiers_of_cpu_go_from_cheap_to_dear() -> None:
             'model = "all-minilm-l6-v2"',
             'model = "all-minilm-l12-v2"',
             r"the embedding models must be of one model row, .*embedding_tokenizer: 'all-minilm-l12-v2'",
+        ),
+        (
+            'runtime = "onnxruntime"',
+            'runtime = "tensorrt"',
+            r"models\.ocr_detector\.parameters\.ocr_detector\.runtime: .*'onnxruntime' \(got 'tensorrt'\)",
+        ),
+        ('engine = "ocr_detector"', 'engine = "ocr_recognizer"', r"models\.ocr_detector: an OCR model is named as its"),
+        (
+            ', "ocr_detection"]',
+            "]",
+            r"OCR is done by all of image_preprocess, ocr, ocr_detection, ocr_detector, ocr_recognizer, or there is "
+            r"none \(got image_preprocess, ocr, ocr_detector, ocr_recognizer\)",
         ),
         ("temperature = 0.2", "temperature = 9.0", r"temperature: .*less than or equal to 2 \(got 9\.0\)"),
         ('name = "cpu"', 'name = "gpu"', r"a row is named like its file, 'cpu' \(got 'gpu'\)"),

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from orchestrator.cache.store import Vector
+from orchestrator.quality.wilson import wilson_interval
 from perf.cache_quality import cache_quality
 from perf.errors import PerfError
-from perf.stats import wilson_interval
 
 
 class Constant:

@@ -39,7 +39,7 @@ def test_defaults(file: Path) -> None:
     file.write_text(TIER)
     tiers = load_tiers(file)
     assert tiers.limits == Limits(max_live_requests=256)
-    assert tiers.cache is None
+    assert tiers.cache is None and tiers.quality is None and tiers.safety.words == []
     generation = tiers.tier[0].generation
     assert (generation.max_output_tokens, generation.temperature, generation.top_p) == (256, 1.0, 1.0)
 
@@ -66,6 +66,11 @@ def test_defaults(file: Path) -> None:
         (TIER, TIER + CACHE.replace("true", "1"), "cache.semantic: Input should be a valid boolean (got 1)"),
         (TIER, TIER + CACHE.replace("0.5", "2.5"), "cache.max_temperature: Input should be less than or equal to 2"),
         (TIER, TIER + CACHE + "redis = 5", "cache.redis: Extra inputs are not permitted (got 5)"),
+        (TIER, TIER + "[quality]\n", "quality.expert: 'expert' is no tier; one of simple"),
+        (TIER, TIER + '[quality]\nexpert = "simple"', "quality.tiers: 'simple' is not cheaper than 'simple'"),
+        (TIER, TIER + "[quality]\nsampling = 1.5", "quality.sampling: Input should be less than or equal to 1"),
+        (TIER, TIER + "[quality]\nsample = 0.1", "quality.sample: Extra inputs are not permitted (got 0.1)"),
+        (TIER, TIER + '[safety]\nwords = ["x"]', "safety.words.0: String should have at least 2 characters"),
         (TIER, TIER + "[limit]\n", "limit: Extra inputs are not permitted (got {})"),
     ],
 )

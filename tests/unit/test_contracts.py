@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
+from tritonclient.grpc.model_config_pb2 import TYPE_UINT64, DataType, ModelConfig, ModelInput, ModelOutput
 
 from orchestrator import contracts
 from orchestrator.contracts import (
@@ -102,12 +102,45 @@ def test_the_orchestrator_config_is_the_contract() -> None:
         ("embedding_tokenizer", [TEXT], [EMBEDDING_INPUT_IDS, ATTENTION_MASK, NUM_TOKENS]),
         ("embedding_encoder", [EMBEDDING_INPUT_IDS, ATTENTION_MASK], [EMBEDDING]),
         ("complexity", [EMBEDDING_INPUT_IDS, ATTENTION_MASK], [PROBABILITIES]),
+        ("image_preprocess", [contracts.IMAGE], [contracts.PIXELS, contracts.PAGE_SIZE]),
+        ("ocr_detector", [contracts.PIXELS], [contracts.TEXT_MAP]),
+        ("ocr_detection", [contracts.IMAGE], [contracts.PIXELS, contracts.PAGE_SIZE, contracts.TEXT_MAP]),
+        ("ocr_recognizer", [contracts.CROP], [contracts.CHARACTERS, contracts.CERTAINTIES]),
+        ("ocr", [contracts.IMAGE], [contracts.OCR_RESULT]),
+        ("vad", [contracts.FRAME], [contracts.SPEECH_PROBABILITY]),
+        (
+            "stt",
+            [contracts.AUDIO, contracts.SAMPLE_RATE, contracts.TEMPERATURE, contracts.PARTIAL],
+            [contracts.TRANSCRIPT, contracts.SEGMENTS],
+        ),
+        ("turn", [contracts.AUDIO, contracts.SAMPLE_RATE], [contracts.DONE_PROBABILITY]),
+        ("tts", [contracts.TEXT, contracts.SPEED], [contracts.PCM, contracts.PCM_RATE, contracts.SENTENCE]),
     ],
 )
-def test_the_encoders_configs_are_the_contract(model: str, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
+def test_the_batched_models_configs_are_the_contract(
+    model: str, inputs: list[TensorSpec], outputs: list[TensorSpec]
+) -> None:
     config = read_config(model)
     assert as_declared(config.input) == as_specified(inputs)
     assert as_declared(config.output) == as_specified(outputs=outputs)
+
+
+def test_the_controls_of_a_sequence_are_the_contract() -> None:
+    config = read_config("vad")
+    controls = {
+        control.name: (control.control[0].Kind.Name(control.control[0].kind), control.control[0].data_type)
+        for control in config.sequence_batching.control_input
+    }
+    # The first two have their type by the values they take.
+    assert controls == {
+        contracts.SEQUENCE_START.name: ("CONTROL_SEQUENCE_START", 0),
+        contracts.SEQUENCE_END.name: ("CONTROL_SEQUENCE_END", 0),
+        contracts.SEQUENCE_ID.name: ("CONTROL_SEQUENCE_CORRID", TYPE_UINT64),
+    }
+
+
+def test_speech_that_streams_is_decoupled() -> None:
+    assert read_config("tts").model_transaction_policy.decoupled
 
 
 def test_no_tensor_is_named_twice() -> None:

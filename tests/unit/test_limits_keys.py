@@ -82,6 +82,19 @@ def test_a_wrong_order_is_named_and_changes_nothing(
     assert path.read_bytes() == before and os.listdir(path.parent) == [path.name]
 
 
+def test_what_a_tenant_allows_is_off_unless_said_and_listed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys_command("add", "--keys", path, "--tenant", "quiet")
+    flags = ("--allow-cloud-sampling", "--keep-text", "--hold-flagged", "--metrics")
+    keys_command("add", "--keys", path, "--tenant", "open", *flags)
+    quiet, open_ = read_keys(path).keys
+    assert not (quiet.allow_cloud_sampling or quiet.keep_text or quiet.hold_flagged or quiet.may_read_metrics)
+    assert open_.allow_cloud_sampling and open_.keep_text and open_.hold_flagged and open_.may_read_metrics
+    capsys.readouterr()
+    keys_command("list", "--keys", path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("-") and lines[2].endswith("metrics,allow-cloud-sampling,keep-text,hold-flagged")
+
+
 def test_a_file_that_is_not_there(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert keys_command("list", "--keys", path) == 1
     assert "cannot be read: No such file" in (err := capsys.readouterr().err)

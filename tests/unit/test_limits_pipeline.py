@@ -369,19 +369,24 @@ def test_operations(world: World) -> None:
         return sink
 
     async def work() -> None:
-        made = await ask("embeds", "reserve", lengths=[10, 5000])
+        made = await ask("embeds", "reserve", model="embedding", lengths=[10, 5000])
         assert await world.used("embeds") == Amount(1, 266)
         assert made.headers["x-ratelimit-remaining-tokens"] == "334"
-        refused = await ask("embeds", "reserve", lengths=[256, 256])
+        refused = await ask("embeds", "reserve", model="embedding", lengths=[256, 256])
         assert isinstance(refused.error, RateLimitError)
         for _ in range(2):  # once is enough
             await ask(None, "settle", reservation=made.events[0]["reservation"], tokens=12)
             assert await world.used("embeds") == Amount(1, 12)
-        assert isinstance((await ask("chats", "reserve", lengths=[1])).error, NotAllowedError)
-        assert isinstance((await ask(None, "reserve", lengths=[1])).error, UnauthorizedError)
+        assert isinstance((await ask("chats", "reserve", model="embedding", lengths=[1])).error, NotAllowedError)
+        assert isinstance((await ask(None, "reserve", model="embedding", lengths=[1])).error, UnauthorizedError)
+        await ask("embeds", "reserve", model="ocr")
+        assert await world.used("embeds") == Amount(2, 12)
+        not_for_images = (await ask("chats", "reserve", model="ocr")).error
+        assert isinstance(not_for_images, NotAllowedError) and "may not use 'ocr'" in not_for_images.message
+        assert isinstance((await ask("chats", "reserve", model="simple")).error, InternalError)
         assert (await ask("chats", "check", right="models")).events == [{}]
         assert isinstance((await ask("chats", "check", right="metrics")).error, NotAllowedError)
-        assert isinstance((await ask("chats", "reserve", lengths=[-1])).error, InternalError)
+        assert isinstance((await ask("chats", "reserve", model="embedding", lengths=[-1])).error, InternalError)
         assert isinstance((await ask("chats", "steal")).error, InvalidRequestError)
 
     asyncio.run(work())

@@ -89,16 +89,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("grammars",),
     ("regexes",),
     ("schemas",),
-    ("config", "wire", "call"),
+    ("config", "wire", "call", "files"),
     ("manifest",),
     ("doctor",),
-    ("streaming", "infer_streams", "readiness", "routing"),
+    ("streaming", "infer_streams", "readiness", "routing", "onnx_session", "vision"),
     ("request", "engines", "limits", "quality"),
     ("answer", "text_engine"),
-    ("generation", "embedding", "cache"),
+    ("generation", "embedding", "cache", "safety", "money", "voice"),
     ("cloud", "compression", "flight", "timeouts"),
     ("backend",),
-    ("dispatch",),
+    ("dispatch", "afterwards"),
     ("pipeline",),
     ("triton", "gateway", "grpc_front", "chat"),
     ("__main__",),
@@ -107,9 +107,13 @@ LAYER_OF = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 
 # A heavy library is imported by the one place that wraps it.
 HEAVY = {
+    "PIL": ("vision/images.py",),
+    "cv2": ("vision/", "triton/ocr_models.py"),
+    "faster_whisper": ("voice/whisper.py",),
+    "piper": (),  # GPL-3.0: model_repository/tts alone
     "gguf": (),
     "onnx": (),
-    "onnxruntime": ("embedding/encoder.py",),
+    "onnxruntime": ("onnx_session.py",),
     "h2": ("cloud/http2.py",),
     "httpcore": ("cloud/http2.py",),
     "httpx": ("cloud/client.py",),
@@ -117,7 +121,9 @@ HEAVY = {
     "openvino_genai": ("engines/openvino.py", "engines/guides.py"),
     "prometheus_client": ("gateway/",),
     "pytriton": (),
-    "redis": ("cache/redis_store.py", "cache/guarded_store.py", "limits/redis_ledger.py"),
+    "redis": ("cache/redis_store.py", "cache/guarded_store.py", "limits/redis_ledger.py", "quality/redis_store.py"),
+    "soundfile": ("voice/recording.py",),
+    "soxr": ("voice/recording.py", "gateway/speech.py"),
     "snowballstemmer": ("cache/lexicon/",),
     "starlette": ("gateway/",),
     "torch": (),
@@ -174,7 +180,7 @@ def test_dependencies_point_down(path: Path) -> None:
             continue
         other = part_of(module)
         # A swap point's factory loads what was chosen, so that the others' libraries need not be installed.
-        assert at_top or own == other in ("cache", "cloud", "engines", "limits"), (
+        assert at_top or own == other in ("cache", "cloud", "engines", "limits", "quality"), (
             f"{path}:{line}: an import inside a function can hide a ring"
         )
         if other in ("", own, "__version__"):

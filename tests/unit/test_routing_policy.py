@@ -81,6 +81,22 @@ def test_one_that_is_out_is_passed_over_and_all_of_them_are_nobody() -> None:
     )
 
 
+def test_one_whose_answers_are_poor_is_passed_over() -> None:
+    tiers = [tier("simple", is_doubtful=True), *FOUR[1:]]
+    assert choose(tiers, EASY) == (
+        "medium",
+        "doubtful",
+        "likely to suffice (0.96); simple is cheaper, but its answers have been poor lately",
+    )
+    assert decide(tiers, EASY, threshold=0.5).lifted_from == 0
+    assert choose(tiers, None, mode="unclassified")[:2] == ("medium", "doubtful")
+    # Nobody is lifted who pins, who goes elsewhere anyway, or if there is nowhere better.
+    assert decide(tiers, EASY, threshold=0.5, mode="pinned")[:2] == ((0,), "pinned")
+    assert decide(tiers, HARD, threshold=0.5).lifted_from is None
+    all_poor = [each._replace(is_doubtful=True) for each in FOUR]
+    assert decide(all_poor, EASY, threshold=0.5)[:2] == decide(FOUR, EASY, threshold=0.5)[:2]
+
+
 def test_one_that_would_be_late_is_passed_over() -> None:
     tiers = [tier("simple", expected_s=3.0), tier("medium", expected_s=1.0), tier("complex", expected_s=9.0), FOUR[3]]
     assert choose(tiers, EASY, left_s=3.0)[:2] == ("simple", "suffices")

@@ -20,9 +20,14 @@ def cut(*parts: str) -> list[str]:
         ["My birthday is Jan 1, 1980. ", "Another sentence."],
         ["It costs $3.14. ", "Next."],
         ["It costs $3.14."],
+        ["It costs $3.14 and 1,234.56 € in all. ", "Cheap."],
+        ["I was born on Jan. 1, 1980, at 5.30 a.m. ", "It was cold."],
         ['Set ratio="1.05" there. ', "Done."],
         ["(It is done.) ", "Then we left."],
         ["(See above… done.)"],
+        ["(We are done.) ", "Next."],
+        ['Ratio="1.05". ', "Next."],
+        ["At 98.6°F. ", "Then 37.0 °C."],
         ["It is 98.6°F today. ", "Hot!"],
         ["It weighs 3.5 kg. ", "The box weighs 1.2 lbs. ", "It is light."],
         ["Dr. Smith met J. R. R. Tolkien at 5 p.m. ", "They talked."],
@@ -57,6 +62,13 @@ def test_a_sentence_comes_as_soon_as_the_next_begins() -> None:
     assert cutter.push(" ") == []
     assert cutter.push("N") == ["It costs $3.14. "]
     assert cutter.flush() == ["N"]
+
+
+def test_a_bracket_that_closes_later_belongs_to_the_sentence() -> None:
+    cutter = SentenceCutter()
+    assert cutter.push("(It is done.") == []
+    assert cutter.push(")") == []
+    assert cutter.push(" Next") == ["(It is done.) "]
 
 
 @pytest.mark.parametrize(("text", "first"), [("word " * 200, 400), ("word, " * 200, 396), ("x" * 1000, 400)])

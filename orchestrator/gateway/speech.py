@@ -1,0 +1,109 @@
+"""`/v1/audio/speech`: a text to the Triton model `tts`; its sound as a file that streams, sentence by sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import numpy as np
+from starlette.types import Receive, Scope, Send
+
+from orchestrator.config import Speaker
+from orchestrator.contracts import TTS_MODEL
+from orchestrator.errors import ApiError, CancelledError, EngineError
+from orchestrator.gateway.messages import (
+    ClientLeft,
+    encode_headers,
+    forwarded_headers,
+    read_json_body,
+    send_error,
+    wait_until_client_leaves,
+)
+from orchestrator.gateway.triton_client import Sound, TritonClient
+from orchestrator.voice.request import SpeechRequest, parse_speech_request
+from orchestrator.voice.speaking import wav_header
+
+SPEECH_PATH = "/v1/audio/speech"
+PCM_RATE_HZ = 24_000  # of OpenAI's `pcm`, which says nothing of it in the file
+_MEDIA_TYPES = {"wav": b"audio/wav", "pcm": b"audio/pcm"}
+
+
+class Speaking:
+    """An ASGI endpoint. For a client that leaves, what is being spoken ends after its sentence."""
+
+    def __init__(self, triton: TritonClient, speaker: Speaker | None, *, with_keys: bool) -> None:
+        """Without a `speaker` every request is refused."""
+        self._triton = triton
+        self._speaker = speaker
+        self._with_keys = with_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: dict[str, str] = {}
+        try:
+            request = parse_speech_request(await read_json_body(scope, receive), self._speaker)
+            if self._with_keys:
+                reservation = await self._triton.limits.reserve(TTS_MODEL, (), forwarded_headers(scope))
+                self._triton.limits.settle(reservation, 0)
+                headers = dict(reservation.headers)
+        except ClientLeft:
+            return
+        except ApiError as error:
+            await send_error(send, error)
+            return
+        sound = self._triton.speak(request.input, request.speed)
+        leaving = asyncio.create_task(_cancel_when_client_leaves(receive, sound))
+        try:
+            await _relay(request, sound, send, headers)
+        finally:
+            leaving.cancel()
+
+
+async def _relay(request: SpeechRequest, sound: Sound, send: Send, headers: dict[str, str]) -> None:
+    """Headers wait for the first sound, so that an error before it has its own status."""
+    has_begun = False
+    try:
+        async with contextlib.aclosing(_encode(request.response_format, sound)) as encoding:
+            async for part in encoding:
+                if not has_begun:
+                    head = [(b"content-type", _MEDIA_TYPES[request.response_format]), *encode_headers(headers)]
+                    await send({"type": "http.response.start", "status": 200, "headers": head})
+                    has_begun = True
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        if not has_begun:
+            raise EngineError("tts ended without a sound")
+    except CancelledError:  # nobody reads on
+        return
+    except ApiError as error:
+        if has_begun:
+            raise  # the connection is cut, so that the file does not look whole
+        await send_error(send, error)
+        return
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _encode(response_format: str, sound: Sound) -> AsyncGenerator[bytes, None]:
+    """The parts of the file."""
+    resampler: Any = None
+    num_parts = 0
+    async with contextlib.aclosing(sound.read()) as reading:
+        async for pcm, rate_hz in reading:
+            num_parts += 1
+            if response_format == "wav":
+                yield (wav_header(rate_hz) if num_parts == 1 else b"") + pcm
+                continue
+            if resampler is None:
+                import soxr  # of the extra `voice`
+
+                resampler = soxr.ResampleStream(rate_hz, PCM_RATE_HZ, 1, "int16")
+            yield resampler.resample_chunk(np.frombuffer(pcm, "<i2")).tobytes()
+    if resampler is not None:
+        yield resampler.resample_chunk(np.empty(0, np.int16), last=True).tobytes()
+
+
+async def _cancel_when_client_leaves(receive: Receive, sound: Sound) -> None:
+    """Ends the speaking, whose end then ends the relay."""
+    await wait_until_client_leaves(receive)
+    with contextlib.suppress(ApiError):  # a broken stream ends the relay itself
+        await sound.cancel()

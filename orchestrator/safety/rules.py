@@ -1,0 +1,168 @@
+"""The default filter, by rules: secrets in their published formats, card numbers, configured words.
+
+Every rule takes time in line with the length of the text: a pattern begins where no letter or digit stands before it,
+with characters of its own, and then reads one run of one kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Finding(NamedTuple):
+    """What kind of thing was found, and where: from character `start` to before `end`. Never the text itself."""
+
+    kind: str
+    start: int
+    end: int
+
+
+class SafetyFilter(Protocol):
+    def find(self, text: str) -> list[Finding]:
+        """All that must not be in an answer; empty for one that is fine. Must not block: it runs on the event loop."""
+
+
+# By what a secret of this kind has in it, so that most texts are done with a search for that; as their makers, or
+# their scanners for leaked secrets, publish the formats.
+_BEFORE = r"(?<![A-Za-z0-9_-])"
+_SECRETS: tuple[tuple[str, str, str], ...] = (
+    ("private_key", "-----BEGIN ", r"-----BEGIN [A-Z0-9 ]{0,32}PRIVATE KEY(?: BLOCK)?-----"),
+    ("aws_key", "AKIA", _BEFORE + r"AKIA[A-Z2-7]{16}(?![A-Za-z0-9])"),
+    ("aws_key", "ASIA", _BEFORE + r"ASIA[A-Z2-7]{16}(?![A-Za-z0-9])"),
+    ("github_token", "gh", _BEFORE + r"gh[pousr]_[A-Za-z0-9]{36,255}"),
+    ("github_token", "github_pat_", _BEFORE + r"github_pat_[A-Za-z0-9_]{22,255}"),
+    ("gitlab_token", "glpat-", _BEFORE + r"glpat-[A-Za-z0-9_-]{20,64}"),
+    ("google_key", "AIza", _BEFORE + r"AIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])"),
+    ("slack_token", "xox", _BEFORE + r"xox[abeoprs]-[A-Za-z0-9-]{10,250}"),
+    ("stripe_key", "k_live_", _BEFORE + r"[rs]k_live_[A-Za-z0-9]{16,250}"),
+    # OpenAI's, Anthropic's and those of APIs that follow them.
+    ("api_key", "sk-", _BEFORE + r"sk-(?=[A-Za-z_-]{0,40}[0-9])[A-Za-z0-9_-]{20,250}"),
+    ("huggingface_token", "hf_", _BEFORE + r"hf_[A-Za-z0-9]{34}(?![A-Za-z0-9])"),
+    ("npm_token", "npm_", _BEFORE + r"npm_[A-Za-z0-9]{36}(?![A-Za-z0-9])"),
+    ("pypi_token", "pypi-AgE", _BEFORE + r"pypi-AgE[A-Za-z0-9_-]{50,250}"),
+    ("sendgrid_key", "SG.", _BEFORE + r"SG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}"),
+    ("jwt", ".eyJ", _BEFORE + r"eyJ[A-Za-z0-9_-]{8,512}\.eyJ[A-Za-z0-9_-]{8,64}"),  # as far as tells it
+    ("our_key", "rt-", _BEFORE + r"rt-[A-Za-z0-9_-]{43}(?![A-Za-z0-9_-])"),  # `orchestrator.limits.keys`
+)
+_PATTERNS = tuple((kind, mark, re.compile(pattern)) for kind, mark, pattern in _SECRETS)
+
+# The longest text that a rule must see at once.
+MAX_CHARACTERS = 640
+
+# Digits in groups, as cards show them (4-4-4-4, 4-6-5, 4-4-4-4-3), or in one.
+_DIGITS = re.compile(r"[0-9]+(?:[ \u00a0-][0-9]+)*")
+_GROUP = re.compile(r"[0-9]+")
+_MIN_CARD, _MAX_CARD = 13, 19
+_MAX_GROUPS = 6
+# The issuers' ranges by their first four digits (from, to), and the lengths of their numbers (ISO/IEC 7812 and the
+# issuers' own lists).
+_ISSUERS: tuple[tuple[int, int, tuple[int, ...]], ...] = (
+    (4000, 4999, (13, 16, 19)),  # Visa
+    (5100, 5599, (16,)),  # Mastercard
+    (2221, 2720, (16,)),
+    (3400, 3499, (15,)),  # American Express
+    (3700, 3799, (15,)),
+    (3000, 3059, (14, 16, 19)),  # Diners Club
+    (3600, 3699, (14, 16, 19)),
+    (3800, 3999, (14, 16, 19)),
+    (3528, 3589, (16, 17, 18, 19)),  # JCB
+    (6011, 6011, (16, 19)),  # Discover
+    (6440, 6599, (16, 19)),
+    (6200, 6299, (16, 17, 18, 19)),  # UnionPay
+)
+_FIRST_DIGITS = "23456"
+# By the first four digits, the lengths that a number of this issuer may have.
+_LENGTHS = {first: lengths for low, high, lengths in _ISSUERS for first in range(low, high + 1)}
+_VALUE = {str(digit): digit for digit in range(10)}
+_DOUBLED = {str(digit): 2 * digit - 9 * (digit > 4) for digit in range(10)}
+
+
+class RuleFilter:
+    """`words` count whatever their case, and whole, unless they begin or end in a script without spaces."""
+
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        self._words = [_fold(word) for word in words]
+
+    def find(self, text: str) -> list[Finding]:
+        found = [
+            Finding(kind, *match.span())
+            for kind, mark, pattern in _PATTERNS
+            if mark in text
+            for match in pattern.finditer(text)
+        ]
+        found += find_cards(text)
+        if self._words:
+            found += self._find_words(text)
+        return sorted(found, key=lambda each: each.start)
+
+    def _find_words(self, text: str) -> list[Finding]:
+        folded, found = _fold(text), []
+        for word in self._words:
+            start = folded.find(word)
+            while start >= 0:
+                end = start + len(word)
+                if _is_edge(folded, start - 1, start) and _is_edge(folded, end, end - 1):
+                    found.append(Finding("word", start, end))
+                start = folded.find(word, end)
+        return found
+
+
+def find_cards(text: str) -> list[Finding]:
+    """Numbers that an issuer may have given: by their first digits, their length and their check digit."""
+    found = []
+    for match in _DIGITS.finditer(text):
+        if match.end() - match.start() < _MIN_CARD:
+            continue
+        groups = [(each.start(), each.group()) for each in _GROUP.finditer(text, *match.span())]
+        index = 0
+        while index < len(groups):
+            start, first = groups[index]
+            num = 0
+            near = groups[index : index + _MAX_GROUPS]
+            if first[0] in _FIRST_DIGITS and near[-1][0] + len(near[-1][1]) - start >= _MIN_CARD:
+                num = _count_card_groups([digits for _, digits in near])
+            if num:
+                last_start, last = groups[index + num - 1]
+                found.append(Finding("card_number", start, last_start + len(last)))
+            index += num or 1
+    return found
+
+
+def _count_card_groups(groups: Sequence[str]) -> int:
+    """Of how many of the first groups a card number is made; 0 if of none."""
+    number = ""
+    for num, group in enumerate(groups, 1):
+        number += group
+        if len(number) > _MAX_CARD:
+            return 0
+        if len(number) in _LENGTHS.get(int(number[:4]), ()) and has_check_digit(number):
+            return num
+    return 0
+
+
+def has_check_digit(number: str) -> bool:
+    """Luhn's, ISO/IEC 7812-1 annex B."""
+    kept, doubled = number[::-2], number[-2::-2]
+    return (sum(map(_VALUE.__getitem__, kept)) + sum(map(_DOUBLED.__getitem__, doubled))) % 10 == 0
+
+
+def _fold(text: str) -> str:
+    """In lower case, each character in its place."""
+    lower = text.lower()
+    if len(lower) == len(text):
+        return lower
+    return "".join(char if len(char.lower()) > 1 else char.lower() for char in text)
+
+
+def _is_edge(text: str, outside: int, inside: int) -> bool:
+    """Whether a word ends between two characters of the text."""
+    if not 0 <= outside < len(text) or not text[outside].isalnum():
+        return True
+    return not text[inside].isalnum() or _has_no_spaces(text[inside]) or _has_no_spaces(text[outside])
+
+
+def _has_no_spaces(char: str) -> bool:
+    """Of Chinese, Japanese, Thai and their like, which write words without spaces between them."""
+    return "\u0e00" <= char <= "\u0eff" or "\u1780" <= char <= "\u17ff" or "\u3040" <= char <= "\u9fff"

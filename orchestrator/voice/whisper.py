@@ -1,0 +1,51 @@
+"""Whisper in CTranslate2, by faster-whisper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from faster_whisper import WhisperModel
+
+from orchestrator.voice.chunks import Floats
+from orchestrator.voice.transcript import Segment, Word
+
+# Where words are improbable or repeat themselves, the next one is tried (Radford et al. 2022, section 4.5).
+_TEMPERATURES = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+
+
+class Whisper:
+    """`num_threads` compute one transcript. For one thread."""
+
+    def __init__(self, folder: Path, *, num_threads: int) -> None:
+        self._model = WhisperModel(
+            str(folder), device="cpu", compute_type="int8", cpu_threads=num_threads, local_files_only=True
+        )
+
+    def transcribe(self, audio: Floats, temperature: float = 0.0, *, is_partial: bool = False) -> list[Segment]:
+        """FP32 [samples] at 16 kHz -> what was said; nothing where nobody speaks.
+
+        Silence and noise are cut out before Whisper hears them, by the VAD that faster-whisper brings: it would make
+        words of them. `is_partial` looks for the likeliest next word alone and never tries again.
+        """
+        segments, _ = self._model.transcribe(
+            audio,
+            beam_size=1 if is_partial else 5,
+            temperature=temperature if temperature or is_partial else _TEMPERATURES,
+            condition_on_previous_text=False,  # what was misheard once would be misheard again
+            word_timestamps=True,
+            vad_filter=True,
+        )
+        return [
+            Segment(
+                words=tuple(
+                    Word(word.word, float(word.start), float(word.end), float(word.probability))
+                    for word in segment.words
+                ),
+                avg_logprob=float(segment.avg_logprob),
+                compression_ratio=float(segment.compression_ratio),
+                no_speech_prob=float(segment.no_speech_prob),
+                temperature=float(segment.temperature or 0.0),
+            )
+            for segment in segments
+            if segment.words
+        ]

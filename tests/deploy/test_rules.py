@@ -1,0 +1,54 @@
+"""Prometheus' configuration and alerts, by Prometheus' own checker."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from promtool import NoPromtool, find_promtool
+
+ROOT = Path(__file__).parents[2]
+ALERTS = "deploy/prometheus/alerts.yaml"
+TESTS = "tests/deploy/alerts.yaml"
+
+
+@pytest.fixture(scope="module")
+def promtool() -> Path:
+    try:
+        return find_promtool()
+    except NoPromtool as error:
+        if os.environ.get("CI"):
+            pytest.fail(f"promtool cannot be had, so no alert was tested: {error}")
+        pytest.skip(f"promtool cannot be had, so no alert was tested: {error}\nfix: apt-get install prometheus")
+
+
+def run(promtool: Path, *arguments: str) -> None:
+    done = subprocess.run([promtool, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_configuration_is_one(promtool: Path) -> None:
+    # The key's file is not there; what else is wrong is found all the same.
+    run(promtool, "check", "config", "--syntax-only", "deploy/prometheus/prometheus.yaml")
+    run(promtool, "check", "rules", "--lint-fatal", ALERTS)
+
+
+def test_alerts_fire_where_they_should_and_nowhere_else(promtool: Path) -> None:
+    run(promtool, "test", "rules", TESTS)
+
+
+def test_each_alert_is_tested_on_both_sides() -> None:
+    rules = [rule for group in read(ALERTS)["groups"] for rule in group["rules"]]
+    alerts = {rule["alert"] for rule in rules if "alert" in rule}
+    checks = [check for test in read(TESTS)["tests"] for check in test["alert_rule_test"]]
+    assert {check["alertname"] for check in checks if check["exp_alerts"]} == alerts
+    quiet, *_ = read(TESTS)["tests"]
+    assert [check["alertname"] for check in quiet["alert_rule_test"] if check["exp_alerts"]] == []
+    assert {check["alertname"] for check in quiet["alert_rule_test"]} == alerts
+
+
+def read(name: str) -> dict[str, list]:
+    return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
