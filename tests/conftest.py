@@ -22,6 +22,14 @@ def serve(source: Path, folder: Path) -> AbstractContextManager[Stack]:
     return running(source, folder) if TARGET is None else running_rendered(TARGET, source, folder)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if TARGET is not None:
+        skip = pytest.mark.skip(reason=f"not of target {TARGET} behind stand-ins")
+        for item in items:
+            if item.get_closest_marker("own_target") is not None:
+                item.add_marker(skip)
+
+
 @pytest.fixture(scope="session")
 def artifact() -> Callable[[str], Path]:
     """Finds the artifact of a target, built if there is none yet."""

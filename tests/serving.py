@@ -21,7 +21,7 @@ import httpx
 from standins.dress import dress, write_machine
 
 ROOT = Path(__file__).parents[1]
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 CHAT_PATH = "/v1/chat/completions"
 PORTS = ("port", "triton-http-port", "triton-grpc-port", "triton-metrics-port", "grpc-front-port")
 T = TypeVar("T")

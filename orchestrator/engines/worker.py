@@ -7,7 +7,7 @@ run meanwhile, and a crash would leave Triton waiting forever. Here one loop rea
           then any number of:      {"add": {fields of EngineRequest}}   {"stop": "request id"}
           end of input:            exit
     out   once:                    {"ready": true, "kv_cache_usage": 0 to 1, or null without a KV cache}
-          after a step or a stop:  {"chunks": {"request id": [the fields of Chunk]}, "kv_cache_usage": if it changed}
+          after a step or a stop:  {"chunks": {"request id": [four fields of Chunk]}, "kv_cache_usage": if it changed}
           last words:              {"failed": "why"}
 """
 
@@ -96,7 +96,8 @@ class Worker:
         log.info(json.dumps(line | {"last_steps_began_s": list(self._step_began_s)}))
 
     def _write(self, chunks: dict[str, Chunk]) -> None:
-        message: dict[str, Any] = {"chunks": chunks} if chunks else {}
+        # Without the fields of engines of text, which have no worker.
+        message: dict[str, Any] = {"chunks": {key: chunk[:4] for key, chunk in chunks.items()}} if chunks else {}
         if (usage := self._stepper.kv_cache_usage()) != self._kv_cache_usage:
             self._kv_cache_usage = message["kv_cache_usage"] = usage
         if message:

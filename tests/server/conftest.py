@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
-TIMEOUT_S = 60
+# Behind stand-ins every engine of a GPU target is the real model: more of them start, and share the cores.
+TIMEOUT_S = 60 if "TRITON_REALTIME_TEST_TARGET" not in os.environ else 240
 HERE = Path(__file__).parent
 
 

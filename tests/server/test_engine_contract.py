@@ -144,6 +144,7 @@ def test_whole_with_its_prompt(client: Client) -> None:
     assert client.text() == prompt(text="One two three.") + "One two three."
 
 
+@pytest.mark.own_target
 def test_stop_by_id(client: Client, scripted_stack: Stack) -> None:
     client.send(prompt(text="x " * 500, itl_ms=20), "mine", streaming=True, request_output_len=500)
     responses = client.responses()
@@ -188,6 +189,7 @@ def test_a_refusal_names_the_tensor(client: Client, values: dict[str, Any], mess
     assert message in refusal(client)
 
 
+@pytest.mark.own_target
 @pytest.mark.parametrize(
     ("name", "array"),
     [
@@ -206,11 +208,13 @@ def test_a_batch_of_two_is_refused(client: Client) -> None:
     assert "input_ids: shape [2, 1]; must be [1, tokens] with at least one token" in refusal(client)
 
 
+@pytest.mark.own_target
 def test_without_a_prompt(client: Client) -> None:
     client.send(input_lengths=1)
     assert "input_ids: required unless stop is true" in refusal(client)
 
 
+@pytest.mark.own_target
 def test_an_id_that_runs_already(client: Client) -> None:
     client.send(prompt(text="x " * 50, itl_ms=20), "twice", streaming=True)
     next(client.responses())
@@ -257,6 +261,7 @@ def test_stop_words(client: Client) -> None:
     assert [ids.tolist() for ids in client.responses()] == [[5, 6, 7]]
 
 
+@pytest.mark.own_target
 def test_log_probs(client: Client) -> None:
     script = prompt(token_ids=[[5], [6, 7]], log_probs=[-1.0, -2.0, -0.5], itl_ms=20)
     client.send(script, streaming=True, return_log_probs=True)
@@ -273,6 +278,7 @@ def test_without_asking_there_are_no_log_probs(client: Client) -> None:
     assert result.as_numpy("output_log_probs") is None
 
 
+@pytest.mark.own_target
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -341,6 +347,7 @@ def test_the_real_engines_log_probs(real: Client) -> None:
         assert result.as_numpy("cum_log_probs") == pytest.approx(total, rel=1e-5)
 
 
+@pytest.mark.own_target
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_real_engine_follows_a_guide(real: Client, sampled: bool) -> None:
     values = {"temperature": 1.5, "runtime_top_p": 0.95, "seed": 5} if sampled else {}
@@ -355,6 +362,7 @@ def test_the_real_engine_follows_a_guide(real: Client, sampled: bool) -> None:
     assert real.text() in ("yes", "no")
 
 
+@pytest.mark.own_target
 @pytest.mark.parametrize(
     ("guide", "message"),
     [

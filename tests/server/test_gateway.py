@@ -212,6 +212,7 @@ def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+@pytest.mark.own_target
 def test_300_that_connect_and_leave_cost_nothing(scripted_stack: Stack) -> None:
     marks = ("orchestrator.gateway", "/orchestrator/1/model.py", "/llm_small/1/model.py", "orchestrator.engines.worker")
     pids = {mark: scripted_stack.process_id(mark) for mark in marks}

@@ -65,6 +65,7 @@ def test_a_whole_answer(scripted_stack: Stack) -> None:
     assert answer["rt"]["tier"] == "simple"
 
 
+@pytest.mark.own_target
 def test_models_health_and_readiness(scripted_stack: Stack) -> None:
     models = scripted_stack.get("/v1/models").json()
     assert [model["id"] for model in models["data"]] == [

@@ -1,8 +1,8 @@
 """What `python -m build --render-only` leaves out, put into its artifact: stand-in engines, and a tokenizer.
 
 The configurations stay as they were rendered. The tokenizer is that of another artifact (`scripted` or `cpu`), whose
-engine also answers; so the artifact's tiers and the manifest's model rows get its token ids and vocabulary, and the
-manifest names the files that there are now.
+engine also answers; so the artifact's tiers and the manifest's model rows get that model's token ids, vocabulary, tool
+format and, if it is smaller, window, and the manifest names the files that there are now.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from build.manifest import list_files
 from build.render import to_toml
-from orchestrator.config import load_tiers
+from orchestrator.config import Tier, load_tiers
 
 HERE = Path(__file__).resolve().parent
 VERSION = "1.2.1"
@@ -57,11 +58,24 @@ def dress(artifact: Path, source: Path) -> None:
         else:
             write_llmapi(version, engine)
     tiers = load_tiers(artifact / "tiers.toml")
-    ids = {"end_id": small["token_ids"]["end"], "pad_id": small["token_ids"]["pad"]}
-    tiers = tiers.model_copy(update={"tier": [tier.model_copy(update=ids) for tier in tiers.tier]})
+    given_tiers = {tier.name: tier for tier in load_tiers(source / "tiers.toml").tier}
+    tiers = tiers.model_copy(update={"tier": [_with_model_of(given_tiers, tier) for tier in tiers.tier]})
     (artifact / "tiers.toml").write_text(to_toml(tiers.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
     manifest.pop("render_only", None)
     seal(artifact, manifest)
+
+
+def _with_model_of(given: Mapping[str, Tier], tier: Tier) -> Tier:
+    """`tier` with what another artifact's tier of its name says of the model."""
+    other = given[tier.name]
+    return tier.model_copy(
+        update={
+            "end_id": other.end_id,
+            "pad_id": other.pad_id,
+            "tool_parser": None if tier.runtime == "llmapi" else other.tool_parser,
+            "context_window": min(tier.context_window, other.context_window),
+        }
+    )
 
 
 def write_engine(folder: Path, model: dict[str, Any], architecture: dict[str, Any], engine: dict[str, Any]) -> None:

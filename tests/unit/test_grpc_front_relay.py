@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def make(request_id: str = "mine", *, asks_for_end: bool = True) -> Any:
 
 
 @asynccontextmanager
-async def fronted(answer: Answer, engines: tuple[str, ...] = ()) -> AsyncIterator[tuple[FakeTriton, Any, Front]]:
+async def fronted(answer: Answer, engines: Sequence[str] = ()) -> AsyncIterator[tuple[FakeTriton, Any, Front]]:
     """A fake Triton, a stub that talks to it through the front, and the front."""
     fake = FakeTriton(answer)
     triton = aio.server()
@@ -86,7 +86,7 @@ async def fronted(answer: Answer, engines: tuple[str, ...] = ()) -> AsyncIterato
     await triton.start()
     try:
         streams = InferStreams(f"127.0.0.1:{port}")
-        front = Front(streams, Served(engines, max_batch=8))
+        front = Front(streams, Served(dict.fromkeys(engines, "engine"), max_batch=8))
         server = Server(front)
         front_port = server.add_insecure_port(b"127.0.0.1:0")
         await server.start()
@@ -231,7 +231,7 @@ def test_a_server_that_ends_by_itself_ends_the_process(
 
 
 def test_what_the_front_knows_of_the_artifact(artifact: Callable[[str], Path]) -> None:
-    assert Served.read(artifact("scripted")) == Served(("llm_small",), max_batch=8)
+    assert Served.read(artifact("scripted")) == Served({"llm_small": "engine"}, max_batch=8)
 
 
 @pytest.mark.parametrize("fault", [None, "triton", "engine"])
