@@ -299,6 +299,16 @@ def test_a_body_that_is_no_form_is_refused(speech_stack: Stack) -> None:
     assert answer.status_code == 400
 
 
+def test_a_large_file_may_come_in_chunks(speech_stack: Stack) -> None:
+    """Without a length, and larger than any other route's request may be: it is the sound that is refused."""
+    part = b'--b\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+    model = b'\r\n--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nstt\r\n--b--\r\n'
+    headers = {"content-type": "multipart/form-data; boundary=b", "authorization": f"Bearer {KEYS['all']}"}
+    body = iter([part, *[bytes(1 << 20)] * 12, model])
+    answer = httpx.post(f"{speech_stack.url}{PATH}", content=body, headers=headers, timeout=60)
+    assert answer.status_code == 400 and "cannot be read as sound" in answer.json()["error"]["message"]
+
+
 # --- speech ------------------------------------------------------------------------------------------------
 
 
