@@ -50,11 +50,12 @@ class Container(_Part):
 class Parameters(_Part):
     """Of an engine's parameters, what says where it runs and how much memory it takes.
 
-    Only engine `tensorrt_llm` has a `runtime`; the numbers that follow it are of that engine alone.
+    `runtime` is that of engine `tensorrt_llm`, or of a network of OCR's; the numbers that follow it are of engine
+    `tensorrt_llm` alone.
     """
 
     engine: str
-    runtime: Literal["engine", "llmapi"] | None = None
+    runtime: Literal["engine", "llmapi", "onnxruntime"] | None = None
     tp_size: int = 1
     pp_size: int = 1
     gpu_device_ids: list[int] = []
@@ -99,9 +100,9 @@ class Architecture(_Part):
 
 
 class ModelRow(_Part):
-    """A model's row."""
+    """A model's row; what was not made for a language has no architecture in it."""
 
-    architecture: Architecture
+    architecture: Architecture | None = None
 
 
 class TrtllmEngine(_Part):
@@ -130,6 +131,11 @@ class Manifest(_Part):
             for name, model in self.row.models.items()
             if model.parameters is not None and model.parameters.engine == "tensorrt_llm"
         ]
+
+    def find_architecture(self, settings: TritonModel | None) -> Architecture | None:
+        """The numbers of the model that a Triton model runs, if it runs one and that has such numbers."""
+        row = None if settings is None else self.models.get(settings.model or "")
+        return None if row is None else row.architecture
 
     @property
     def rebuild(self) -> str:

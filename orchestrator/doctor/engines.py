@@ -113,10 +113,9 @@ def needed_bytes(root: Path, manifest: Manifest, engine: TrtllmEngine) -> int:
         weights = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")) // engine.parameters.world_size
     else:
         weights = max((path.stat().st_size for path in engine_folder(root, engine).glob("rank*.engine")), default=0)
-    row = manifest.models.get(engine.settings.model or "")
-    if row is None:
+    numbers = manifest.find_architecture(engine.settings)
+    if numbers is None:
         return weights
-    numbers = row.architecture
     element = _KV_BYTES.get(engine.parameters.kv_cache_precision, 2)
     a_token = 2 * numbers.num_layers * numbers.num_kv_heads * numbers.head_dim * element // engine.parameters.world_size
     return weights + a_token * (pool_tokens(root, engine) or 0)

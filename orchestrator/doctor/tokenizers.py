@@ -53,10 +53,10 @@ def _find_mismatches(
     folder: Path, manifest: Manifest, tier: Tier, ids: dict[str, int], eos: str | None
 ) -> Iterator[Finding]:
     settings = manifest.row.models.get(tier.model)
-    row = None if settings is None else manifest.models.get(settings.model or "")
+    architecture = manifest.find_architecture(settings)
     num_tokens = max(ids.values(), default=-1) + 1
-    if row is not None:
-        size = row.architecture.vocab_size
+    if architecture is not None:
+        size = architecture.vocab_size
         if not size - MAX_PADDING < num_tokens <= size:
             yield Finding(
                 CHECK,
