@@ -104,7 +104,7 @@ LAYER_OF = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 # A heavy library is imported by the one place that wraps it.
 HEAVY = {
     "PIL": ("vision/images.py",),
-    "cv2": ("vision/", "triton/ocr_models.py"),
+    "cv2": ("vision/", "triton/ocr_model.py"),
     "gguf": (),
     "onnx": (),
     "onnxruntime": ("onnx_session.py",),
