@@ -5,9 +5,6 @@ All get what Triton has batched as one list of requests, and answer each by itse
 
 from __future__ import annotations
 
-import json
-import logging
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +16,14 @@ from orchestrator.embedding.tokenizer import Ints, WordPieces
 from orchestrator.embedding.window import check_window
 from orchestrator.errors import InvalidRequestError
 from orchestrator.triton.sender import Sender
-from orchestrator.triton.tensors import to_triton_error
+from orchestrator.triton.tensors import fail, input_of, read_arguments, to_triton_error
 
 
 class EmbeddingTokenizerModel:
     """What `embedding_tokenizer`'s model.py delegates to."""
 
     def __init__(self, args: dict[str, str]) -> None:
-        parameters, folder = _read(args)
+        parameters, folder = read_arguments(args)
         self._word_pieces = WordPieces(
             folder / "tokenizer.json",
             max_input_tokens=int(parameters["max_input_tokens"]),
@@ -37,7 +34,7 @@ class EmbeddingTokenizerModel:
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
-        texts = _input(request, contracts.TEXT).reshape(-1)
+        texts = input_of(request, contracts.TEXT).reshape(-1)
         try:
             encoded = self._word_pieces.encode(texts, contracts.TEXT.name)
         except InvalidRequestError as error:
@@ -54,7 +51,7 @@ class EncoderModel:
     """
 
     def __init__(self, args: dict[str, str], output: contracts.TensorSpec) -> None:
-        parameters, folder = _read(args)
+        parameters, folder = read_arguments(args)
         self._output = output
         self._max_input_tokens = int(parameters["max_input_tokens"])
         self._encoder = Encoder(folder / "model.onnx", num_threads=int(parameters["num_threads"]), output=output)
@@ -64,8 +61,8 @@ class EncoderModel:
         for request in requests:
             job = _Job(
                 Sender(request),
-                _input(request, contracts.EMBEDDING_INPUT_IDS),
-                _input(request, contracts.ATTENTION_MASK),
+                input_of(request, contracts.EMBEDDING_INPUT_IDS),
+                input_of(request, contracts.ATTENTION_MASK),
             )
             by_length.setdefault(job.input_ids.shape[1], []).append(job)
         for length, jobs in sorted(by_length.items()):
@@ -76,7 +73,7 @@ class EncoderModel:
             check_window(length, self._max_input_tokens, contracts.EMBEDDING_INPUT_IDS.name)
         except InvalidRequestError as error:
             for job in jobs:
-                job.sender.send(pb_utils.InferenceResponse(error=to_triton_error(error)), final=True)
+                fail(job.sender, error)
             return
         input_ids = np.concatenate([job.input_ids for job in jobs])
         rows = self._encoder.encode(input_ids, np.concatenate([job.attention_mask for job in jobs]))
@@ -92,15 +89,3 @@ class _Job(NamedTuple):
     sender: Sender
     input_ids: Ints
     attention_mask: Ints
-
-
-def _read(args: dict[str, str]) -> tuple[dict[str, str], Path]:
-    """The model's parameters and its version folder."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    parameters = json.loads(args["model_config"])["parameters"]
-    folder = Path(args["model_repository"]) / args["model_version"]
-    return {key: value["string_value"] for key, value in parameters.items()}, folder
-
-
-def _input(request: Any, spec: contracts.TensorSpec) -> Any:
-    return pb_utils.get_input_tensor_by_name(request, spec.name).as_numpy()

@@ -6,13 +6,11 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.vision.images import Pixels
 from orchestrator.vision.regions import Corners
-from orchestrator.vision.sizes import CROP_HEIGHT, MAX_CROP_WIDTH, choose_crop_width
+from orchestrator.vision.sizes import CROP_HEIGHT, MAX_CROP_WIDTH, PADDING, Pixels, choose_crop_width
 
 # Of one this much higher than wide the text runs up or down.
 UPRIGHT_RATIO = 1.5
-PADDING = 127  # grey, which the networks take for nothing
 
 
 def lay_down(corners: Corners) -> Corners:

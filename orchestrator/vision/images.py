@@ -11,14 +11,11 @@ from io import BytesIO
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from orchestrator.contracts import IMAGE
 from orchestrator.errors import InvalidRequestError
-from orchestrator.vision.sizes import fit
-
-Pixels = npt.NDArray[np.uint8]  # [height, width, 3], BGR as the networks were trained
+from orchestrator.vision.sizes import Pixels, fit
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 # A3 at 400 dots an inch has 31 million. Decoded and shrunk, with transparency, these take 400 MB, for a moment.

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from orchestrator.contracts import OCR_MODEL
 from orchestrator.vision.crops import align, cut, lay_down, size_of, turn
-from orchestrator.vision.images import Pixels
 from orchestrator.vision.regions import Corners, find_regions
+from orchestrator.vision.sizes import Pixels
 
 # Below this a line is read upside down as well. Right way up, drawn and photographed lines have 0.9 to 1, upside down
 # mostly 0.5 to 0.8 (tests/unit/test_ocr_page.py, on real networks).

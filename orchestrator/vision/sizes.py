@@ -6,6 +6,12 @@ and a crop 9 %.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
+Pixels = npt.NDArray[np.uint8]  # [height, width, 3], BGR as the networks were trained
+PADDING = 127  # grey, which the networks take for nothing
+
 # The long side of an image. Lines of 8 points on an A4 page are then 15 pixels high, which the recogniser still reads;
 # the detector's time grows with the square (1.2 s of one core for 1,600 x 1,120).
 MAX_SIDE = 1600

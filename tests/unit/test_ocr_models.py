@@ -17,8 +17,10 @@ from test_embedding_models import arguments, only_response, outputs, refusal
 
 from orchestrator.contracts import CERTAINTIES, CHARACTERS, CROP, IMAGE, PIXELS, TEXT_MAP
 from orchestrator.errors import EngineError
-from orchestrator.triton import ocr_models
-from orchestrator.triton.ocr_models import ImagePreprocessModel, NetworkModel, OcrModel
+from orchestrator.triton import ocr_model
+from orchestrator.triton.image_model import ImagePreprocessModel
+from orchestrator.triton.network_model import NetworkModel
+from orchestrator.triton.ocr_model import OcrModel
 from orchestrator.triton.tensors import to_triton_error
 
 
@@ -220,7 +222,7 @@ def test_an_engine_that_failed_is_told(model: OcrModel, server: FakeServer) -> N
 def test_beyond_the_limit_pages_are_refused(
     model: OcrModel, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ocr_models, "MAX_LIVE_PAGES", 2)
+    monkeypatch.setattr(ocr_model, "MAX_LIVE_PAGES", 2)
     server.waits.clear()
     live = [images(photo(), shape=(1,)) for _ in range(2)]
     model.execute(live)

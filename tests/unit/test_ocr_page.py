@@ -11,8 +11,8 @@ import pytest
 
 from orchestrator.errors import EngineError
 from orchestrator.vision import page
-from orchestrator.vision.images import Pixels
 from orchestrator.vision.page import Detection, Line, find_direction, in_reading_order, read_page
+from orchestrator.vision.sizes import Pixels
 
 # --- fakes: a page whose regions are boxes of one grey each, which the recogniser knows ---------------------
 

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.vision import regions, sizes
-from orchestrator.vision.crops import PADDING, align, cut, lay_down, size_of, turn
+from orchestrator.vision.crops import align, cut, lay_down, size_of, turn
 from orchestrator.vision.ctc import decode, read_alphabet
 from orchestrator.vision.regions import find_regions
+from orchestrator.vision.sizes import PADDING
 
 # --- sizes -------------------------------------------------------------------------------------------------
 

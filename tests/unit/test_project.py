@@ -108,7 +108,7 @@ LAYER_OF = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 # A heavy library is imported by the one place that wraps it.
 HEAVY = {
     "PIL": ("vision/images.py",),
-    "cv2": ("vision/", "triton/ocr_models.py"),
+    "cv2": ("vision/", "triton/ocr_model.py"),
     "faster_whisper": ("voice/whisper.py",),
     "piper": (),  # GPL-3.0: model_repository/tts alone
     "gguf": (),

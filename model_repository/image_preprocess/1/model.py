@@ -1,6 +1,6 @@
 """Image files in, pixels out. The work is in the package `orchestrator`."""
 
-from orchestrator.triton.ocr_models import ImagePreprocessModel
+from orchestrator.triton.image_model import ImagePreprocessModel
 
 
 class TritonPythonModel:

@@ -1,6 +1,6 @@
 """Images in, their text out. The work is in the package `orchestrator`."""
 
-from orchestrator.triton.ocr_models import OcrModel
+from orchestrator.triton.ocr_model import OcrModel
 
 
 class TritonPythonModel:

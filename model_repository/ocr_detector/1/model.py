@@ -1,7 +1,7 @@
 """Pixels in, a map of the text out. The work is in the package `orchestrator`."""
 
 from orchestrator.contracts import PIXELS, TEXT_MAP
-from orchestrator.triton.ocr_models import NetworkModel
+from orchestrator.triton.network_model import NetworkModel
 
 
 class TritonPythonModel:

@@ -1,7 +1,7 @@
 """Lines of text in, their characters out. The work is in the package `orchestrator`."""
 
 from orchestrator.contracts import CERTAINTIES, CHARACTERS, CROP
-from orchestrator.triton.ocr_models import NetworkModel
+from orchestrator.triton.network_model import NetworkModel
 
 
 class TritonPythonModel:
