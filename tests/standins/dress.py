@@ -33,12 +33,15 @@ def dress(artifact: Path, source: Path) -> None:
     given = origin["row"]["models"]["llm_small"]
     small = origin["models"][given["model"]]
     repository, parts = artifact / "model_repository", source / "model_repository"
+    cpu_parts = source.parent / "cpu" / "model_repository"
     for name, model in manifest["row"]["models"].items():
         parameters, version = model["parameters"], repository / name / "1"
         if parameters is None:
             continue
         if parameters["engine"] != "tensorrt_llm":
-            for path in (parts / name / "1").iterdir():
+            # What target scripted does not have, target cpu beside it has.
+            made = next(each / name / "1" for each in (parts, cpu_parts) if (each / name / "1").is_dir())
+            for path in made.iterdir():
                 if path.is_file() and not (version / path.name).exists():
                     shutil.copyfile(path, version / path.name)
             continue
