@@ -52,13 +52,13 @@ async def _parts_of(form: FormData, file_field: str) -> Form:
         if isinstance(value, UploadFile) and name == file_field:
             files.append(value)
         elif isinstance(value, UploadFile):
-            raise _refused(name, f"is a file; the one file is {file_field}")
+            raise refuse_field(name, f"is a file; the one file is {file_field}")
         elif name == file_field:
-            raise _refused(name, "must come with a file name, as a file")
+            raise refuse_field(name, "must come with a file name, as a file")
         else:
             fields.setdefault(name, []).append(value)
     if not files:
-        raise _refused(file_field, "required")
+        raise refuse_field(file_field, "required")
     return Form(await files[0].read(), fields)
 
 
@@ -68,5 +68,6 @@ class _InMemory(MultiPartParser):
     spool_max_size = 1 << 30
 
 
-def _refused(field: str, reason: str) -> InvalidRequestError:
+def refuse_field(field: str, reason: str) -> InvalidRequestError:
+    """The error of a field that is wrong for `reason`."""
     return InvalidRequestError(f"{shorten(field)[1:-1]}: {reason}", param=field[:80])

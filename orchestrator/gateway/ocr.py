@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 
-from starlette.datastructures import FormData, Headers, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.contracts import OCR_MODEL
 from orchestrator.errors import (
     ApiError,
-    InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
     RequestTooLargeError,
     shorten,
 )
 from orchestrator.gateway.errors import UnsupportedMediaTypeError
+from orchestrator.gateway.forms import read_form, refuse_field
 from orchestrator.gateway.messages import (
     ClientLeft,
     encode_headers,
@@ -42,10 +39,6 @@ MAX_HELD_BYTES = 16 * MAX_BODY_BYTES
 
 FORM = "multipart/form-data"
 RAW = ("image/png", "image/jpeg", "image/webp", "application/octet-stream")
-# Of a form: beside the image there is the model's name.
-_MAX_FIELDS = 2
-_MAX_FIELD_BYTES = 1024
-_CHUNK_BYTES = 256 << 10
 
 
 class Ocr:
@@ -90,7 +83,7 @@ class Ocr:
         asked = None
         try:
             body = await read_body(scope, receive, MAX_BODY_BYTES)
-            image = await read_form(body, headers[b"content-type"]) if media_type == FORM else body
+            image = await read_image(body, headers[b"content-type"]) if media_type == FORM else body
             check_image(image)
             asked = asyncio.create_task(self._triton.read_image(image))
         finally:
@@ -129,51 +122,20 @@ def check_media_type(content_type: bytes) -> str:
 def check_image(image: bytes) -> None:
     """Raise `InvalidRequestError` or `RequestTooLargeError` by the number of bytes; the rest is the model's matter."""
     if not image:
-        raise _refused(FILE_FIELD, "must not be empty")
+        raise refuse_field(FILE_FIELD, "must not be empty")
     if len(image) > MAX_IMAGE_BYTES:
         raise RequestTooLargeError(
             f"the image has {len(image)} bytes; at most {MAX_IMAGE_BYTES} are allowed", param=FILE_FIELD
         )
 
 
-async def read_form(body: bytes, content_type: bytes) -> bytes:
+async def read_image(body: bytes, content_type: bytes) -> bytes:
     """The image in a form. Raises `InvalidRequestError` naming the field, or `ModelNotFoundError`."""
-
-    async def chunks() -> AsyncGenerator[bytes, None]:
-        for begin in range(0, len(body), _CHUNK_BYTES):
-            yield body[begin : begin + _CHUNK_BYTES]
-            await asyncio.sleep(0)  # other requests are served meanwhile
-
-    headers = Headers(raw=[(b"content-type", content_type)])
-    parser = _InMemory(headers, chunks(), max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES)
-    try:
-        form = await parser.parse()
-    except MultiPartException as error:
-        raise InvalidRequestError(f"the form cannot be read: {error.message}") from error
-    try:
-        return await _image_of(form)
-    finally:
-        await form.close()
-
-
-async def _image_of(form: FormData) -> bytes:
-    for name, _ in form.multi_items():
-        if name not in (FILE_FIELD, MODEL_FIELD):
-            raise _refused(name, f"is no field of this form; there are {FILE_FIELD}, {MODEL_FIELD}")
-    files, models = form.getlist(FILE_FIELD), form.getlist(MODEL_FIELD)
-    if len(files) != 1 or not isinstance(files[0], UploadFile):
-        raise _refused(FILE_FIELD, "must come once, with a file name, and hold the image")
-    for model in models:
+    form = await read_form(body, content_type, FILE_FIELD)
+    for name in form.fields:
+        if name != MODEL_FIELD:
+            raise refuse_field(name, f"is no field of this form; there are {FILE_FIELD}, {MODEL_FIELD}")
+    for model in form.fields.get(MODEL_FIELD, ()):
         if model != OCR_MODEL:
             raise ModelNotFoundError(f"model: {shorten(model)} reads no images; {OCR_MODEL} does", param=MODEL_FIELD)
-    return await files[0].read()
-
-
-class _InMemory(MultiPartParser):
-    """Starlette's, which would write an image to disk: the body is held in memory, and bounded, already."""
-
-    spool_max_size = MAX_BODY_BYTES
-
-
-def _refused(field: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{shorten(field)[1:-1]}: {reason}", param=field[:80])
+    return form.file

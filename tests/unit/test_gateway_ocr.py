@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import ApiError, InvalidRequestError, ModelNotFoundError, RateLimitError
 from orchestrator.gateway import ocr
-from orchestrator.gateway.ocr import MAX_BODY_BYTES, MAX_IMAGE_BYTES, Ocr, read_form
+from orchestrator.gateway.ocr import MAX_BODY_BYTES, MAX_IMAGE_BYTES, Ocr, read_image
 from orchestrator.limits.client import Reservation
 
 BOUNDARY = b"----b"
@@ -33,7 +33,7 @@ def form(*parts: bytes) -> bytes:
 
 
 def read(body: bytes, content_type: bytes = b"multipart/form-data; boundary=" + BOUNDARY) -> bytes:
-    return asyncio.run(read_form(body, content_type))
+    return asyncio.run(read_image(body, content_type))
 
 
 # --- forms -------------------------------------------------------------------------------------------------
@@ -48,12 +48,12 @@ def test_a_form_gives_back_the_file_s_bytes(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        (form(part("model", b"ocr")), "file", "file: must come once, with a file name, and hold the image"),
-        (form(part("file", b"text")), "file", "file: must come once, with a file name, and hold the image"),
+        (form(part("model", b"ocr")), "file", "file: required"),
+        (form(part("file", b"text")), "file", "file: must come with a file name, as a file"),
         (form(part("file", b"x", "a"), part("language", b"de")), "language", "language: is no field of this form"),
-        (form(part("image", b"x", "a")), "image", "image: is no field of this form; there are file, model"),
+        (form(part("image", b"x", "a")), "image", "image: is a file; the one file is file"),
         (form(part("file", b"x", "a"), part("file", b"x", "a")), None, "the form cannot be read: Too many files"),
-        (form(*[part("model", b"ocr")] * 9), None, "the form cannot be read: Too many fields"),
+        (form(*[part("model", b"ocr")] * 17), None, "the form cannot be read: Too many fields"),
         (form(part("model", b"o" * 2000)), None, "the form cannot be read: Part exceeded maximum size"),
         (b"no form", None, "the form cannot be read: "),
     ],
