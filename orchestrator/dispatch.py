@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,11 +213,11 @@ class Dispatch:
         for number, place in enumerate(decision.order, 1):
             tier = sized[place].tier
             is_last = number == len(decision.order)
+            empty = await self._begin(job, sized[place])
+            flight.raise_if_cancelled()
             for is_retry in (False, True):
                 num_attempts += 1
-                answer = await self._begin(job, sized[place])
-                answer.reason, answer.num_attempts = reason, num_attempts
-                flight.raise_if_cancelled()
+                answer = replace(empty, reason=reason, num_attempts=num_attempts)
                 try:
                     await self._backends[tier.backend].generate(
                         answer, flight, self._way, priority=job.priority, ends_at_s=job.ends_at_s

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from orchestrator.cache.store import MemoryStore, Store
 from orchestrator.config import ConfigError
+from orchestrator.redis_address import REDIS_VARIABLE
 
-REDIS_URL_VARIABLE = "REDIS_URL"
 _SCHEMES = ("redis", "rediss", "unix")
 
 
@@ -19,7 +19,7 @@ def create_store(max_bytes: int, environ: Mapping[str, str], errors: Counter[str
     `errors` counts what Redis failed to do, by kind. Nothing connects yet, so Redis need not be there. Raises
     `ConfigError` for a URL that is none, without telling its password, and when the extra `redis` is not installed.
     """
-    url = environ.get(REDIS_URL_VARIABLE, "")
+    url = environ.get(REDIS_VARIABLE, "")
     if not url:
         return MemoryStore(max_bytes)
     try:
@@ -27,12 +27,12 @@ def create_store(max_bytes: int, environ: Mapping[str, str], errors: Counter[str
         from orchestrator.cache.redis_store import RedisStore, connect
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{REDIS_URL_VARIABLE} is set, which needs the package {error.name}; pip install 'triton-realtime[redis]'"
+            f"{REDIS_VARIABLE} is set, which needs the package {error.name}; pip install 'triton-realtime[redis]'"
         ) from error
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in _SCHEMES:
         raise ConfigError(
-            f"{REDIS_URL_VARIABLE}: {_redacted(url)} is not allowed; redis://, rediss:// or unix:// and an address, "
+            f"{REDIS_VARIABLE}: {_redacted(url)} is not allowed; redis://, rediss:// or unix:// and an address, "
             "such as redis://:password@host:6379/0"
         )
     try:
@@ -40,7 +40,7 @@ def create_store(max_bytes: int, environ: Mapping[str, str], errors: Counter[str
     except ValueError:
         # Not chained: its text may hold the password.
         raise ConfigError(
-            f"{REDIS_URL_VARIABLE}: {_redacted(url)} is no URL that redis-py reads; fix its port, database or options"
+            f"{REDIS_VARIABLE}: {_redacted(url)} is no URL that redis-py reads; fix its port, database or options"
         ) from None
     counted: Counter[str] = Counter() if errors is None else errors
     return GuardedStore(RedisStore(client, max_bytes, errors=counted), counted)

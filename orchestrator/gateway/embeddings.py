@@ -20,6 +20,7 @@ from orchestrator.gateway.messages import (
     ClientLeft,
     encode_headers,
     forwarded_headers,
+    look_at,
     read_json_body,
     send_error,
     send_json,
@@ -94,14 +95,14 @@ class Embeddings:
             async with slots:
                 # Shielded: what Triton has begun, it finishes; it leaks a request that is cancelled as it ends.
                 one = asyncio.create_task(self._embed(inputs[index], f"input[{index}]" if is_list else "input"))
-                one.add_done_callback(_look_at)
+                one.add_done_callback(look_at)
                 embedding = await asyncio.shield(one)
                 done.num_tokens += embedding.num_tokens
                 return embedding
 
         tasks = [asyncio.create_task(embed(index)) for index in range(len(inputs))]
         all_done = asyncio.gather(*tasks)
-        all_done.add_done_callback(_look_at)
+        all_done.add_done_callback(look_at)
         leaving = asyncio.create_task(wait_until_client_leaves(receive))
         try:
             await asyncio.wait((all_done, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -122,12 +123,6 @@ class Embeddings:
         length = choose_length(len(given), self._embedder.max_input_tokens)
         input_ids, attention_mask = pad(given, length, self._embedder.pad_id)
         return Embedding(await self._triton.embed_ids(input_ids, attention_mask), len(given))
-
-
-def _look_at(done: asyncio.Future[Any]) -> None:
-    """Else asyncio logs what nobody waits for any more."""
-    if not done.cancelled():
-        done.exception()
 
 
 def _to_floats(vector: bytes) -> Any:

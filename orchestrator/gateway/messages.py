@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -78,6 +80,12 @@ async def wait_until_client_leaves(receive: Receive) -> None:
     """For when the body was read: nothing else is to come."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def look_at(done: asyncio.Future[Any]) -> None:
+    """For what nobody may wait for any more: else asyncio logs its failure."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _check_media_type(content_type: bytes) -> None:

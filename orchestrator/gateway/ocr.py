@@ -20,6 +20,7 @@ from orchestrator.gateway.messages import (
     ClientLeft,
     encode_headers,
     forwarded_headers,
+    look_at,
     quote,
     read_body,
     send_error,
@@ -93,8 +94,7 @@ class Ocr:
         def ended(task: asyncio.Task[bytes]) -> None:
             self._num_held_bytes -= num_bytes
             self._asked.discard(task)
-            if not task.cancelled():
-                task.exception()  # else asyncio logs what nobody waits for any more
+            look_at(task)
 
         self._asked.add(asked)
         asked.add_done_callback(ended)

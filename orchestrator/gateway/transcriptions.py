@@ -19,6 +19,7 @@ from orchestrator.gateway.messages import (
     Headers,
     encode_headers,
     forwarded_headers,
+    look_at,
     quote,
     read_body,
     send_error,
@@ -122,17 +123,12 @@ class Transcriptions:
         # Not cancelled: what Triton has begun, it finishes; it leaks a request that is cancelled as it ends.
         asked = asyncio.create_task(self._triton.transcribe(chunk.audio.tobytes(), temperature))
         self._asked.add(asked)
-        asked.add_done_callback(self._look_at)
+        asked.add_done_callback(self._asked.discard)
+        asked.add_done_callback(look_at)
         await asyncio.wait((asked, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
             raise ClientLeft
         return await asked
-
-    def _look_at(self, done: asyncio.Task[bytes]) -> None:
-        """Else asyncio logs what nobody waits for any more."""
-        self._asked.discard(done)
-        if not done.cancelled():
-            done.exception()
 
 
 def _next(chunks: Iterator[Chunk]) -> Chunk | None:

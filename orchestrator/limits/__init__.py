@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.config import ConfigError
 from orchestrator.limits.gate import Gate
 from orchestrator.limits.guarded_ledger import GuardedLedger
 from orchestrator.limits.keys import KEYS_VARIABLE, Keyring
-
-# Where quotas are shared with other orchestrators; without it they are this process's own.
-REDIS_VARIABLE = "REDIS_URL"
+from orchestrator.redis_address import REDIS_VARIABLE, explained
 
 
 def create_gate(environ: Mapping[str, str]) -> Gate:
@@ -25,17 +22,8 @@ def create_gate(environ: Mapping[str, str]) -> Gate:
     url = environ.get(REDIS_VARIABLE)
     if not url:
         return Gate(Keyring(Path(path)))
-    try:
+    with explained():
         from orchestrator.limits.redis_ledger import RedisLedger
 
         ledger = RedisLedger(url)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{REDIS_VARIABLE} is set, which needs the package {error.name}; pip install 'triton-realtime[redis]'"
-        ) from error
-    except ValueError:
-        # Neither shown nor chained: it may hold the password.
-        raise ConfigError(
-            f"{REDIS_VARIABLE}: its value is not allowed; redis://, rediss:// or unix:// and an address"
-        ) from None
     return Gate(Keyring(Path(path)), GuardedLedger(ledger))

@@ -6,16 +6,16 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.config import ConfigError, QualityPolicy, Tiers
+from orchestrator.config import QualityPolicy, Tiers
 from orchestrator.quality.cases import CASES_FILE, Cases
 from orchestrator.quality.monitor import Monitor
 from orchestrator.quality.sampler import Quality
 from orchestrator.quality.store import STATE_FILE, FileStore, Store
 from orchestrator.quality.vectors import Embed
+from orchestrator.redis_address import REDIS_VARIABLE, explained
 
 # The folder of this server's own state: set by `serve`; without it nothing outlives the process.
 FOLDER_VARIABLE = "TRITON_REALTIME_RUN_DIR"
-REDIS_VARIABLE = "REDIS_URL"
 
 
 def create_quality(tiers: Tiers, embed: Embed, environ: Mapping[str, str]) -> Quality | None:
@@ -42,19 +42,10 @@ def create_store(policy: QualityPolicy, prints: Mapping[str, str], folder: Path 
     """In Redis if there is an address, else in the file of `folder`; raises `ConfigError`."""
     if not redis_url:
         return FileStore(None if folder is None else folder / STATE_FILE)
-    try:
+    with explained():
         from orchestrator.quality.redis_store import RedisStore
 
         return RedisStore(redis_url, prints, policy.keep_days)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{REDIS_VARIABLE} is set, which needs the package {error.name}; pip install 'triton-realtime[redis]'"
-        ) from error
-    except ValueError:
-        # Neither shown nor chained: it may hold the password.
-        raise ConfigError(
-            f"{REDIS_VARIABLE}: its value is not allowed; redis://, rediss:// or unix:// and an address"
-        ) from None
 
 
 def fingerprints(policy: QualityPolicy, tiers: Tiers) -> dict[str, str]:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import ConfigError, QualityPolicy, Tiers, load_tiers
-from orchestrator.quality import REDIS_VARIABLE, create_store, fingerprints
+from orchestrator.quality import create_store, fingerprints
 from orchestrator.quality.cases import CASES_FILE, read_cases, training_lines
 from orchestrator.quality.monitor import Monitor
 from orchestrator.quality.track import WINDOWS, Z_DOUBT, Track
 from orchestrator.quality.wilson import wilson_interval
+from orchestrator.redis_address import REDIS_VARIABLE
 
 _HEADER = ("tier", "questions", "answers", "good", "surely below", "usual", "bar", "")
 

@@ -5,21 +5,16 @@ The conversation is tokenised here, in bounded time however long it is.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 from grpc import aio
-from tritonclient.grpc import service_pb2
 
 from orchestrator import contracts
-from orchestrator.infer_streams import InferStreams
 from orchestrator.routing.complexity import Complexity, read_probabilities
 from orchestrator.routing.conversation import ConversationReader, Turn
-from orchestrator.wire import add_row, read_outputs
+from orchestrator.triton.encoder_client import EncoderClient
 
 log = logging.getLogger("orchestrator.routing")
 
@@ -37,29 +32,14 @@ class GrpcComplexity:
         """`root` is the artifact; `url` is host:port of Triton's gRPC service, not used before the first question."""
         folder = root / "model_repository" / contracts.COMPLEXITY_MODEL / "1"
         self._reader = ConversationReader(folder / "tokenizer.json")
-        self._streams = InferStreams(url)
-        self._running: set[asyncio.Task[Complexity]] = set()
+        self._encoder = EncoderClient(url, contracts.COMPLEXITY_MODEL, contracts.PROBABILITIES)
+        self.close = self._encoder.close
 
     async def __call__(self, turns: Sequence[Turn]) -> Complexity | None:
         """What the model says of a conversation, `turns` from the first to the last; None when the model fails."""
-        # Shielded: Triton leaks a request that is cancelled as it ends.
-        task = asyncio.get_running_loop().create_task(self._infer(self._reader.read(turns)))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
         try:
-            return await asyncio.shield(task)
+            probabilities = await self._encoder.encode(self._reader.read(turns))
         except aio.AioRpcError as error:
             log.warning("the classifier failed; the router goes without: %s", error.details())
             return None
-
-    async def _infer(self, input_ids: npt.NDArray[np.int32]) -> Complexity:
-        request = service_pb2.ModelInferRequest(model_name=contracts.COMPLEXITY_MODEL)
-        add_row(request, contracts.EMBEDDING_INPUT_IDS, *input_ids)
-        add_row(request, contracts.ATTENTION_MASK, *np.ones_like(input_ids))
-        response = await self._streams.stub.ModelInfer(request)
-        values = np.frombuffer(read_outputs(response)[contracts.PROBABILITIES.name], np.float32)
-        return read_probabilities(values.tolist())
-
-    async def close(self) -> None:
-        await asyncio.gather(*self._running, return_exceptions=True)
-        await self._streams.close()
+        return read_probabilities(probabilities.tolist())

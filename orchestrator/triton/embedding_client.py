@@ -6,21 +6,18 @@ alike, one process further away, and pad them. The vector is the same without pa
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from grpc import aio
-from tritonclient.grpc import service_pb2
 
 from orchestrator import contracts
 from orchestrator.config import Embedder, read_toml
 from orchestrator.embedding.tokenizer import WordPieces
 from orchestrator.errors import InvalidRequestError
-from orchestrator.infer_streams import InferStreams
-from orchestrator.wire import add_row, read_outputs
+from orchestrator.triton.encoder_client import EncoderClient
 
 log = logging.getLogger("orchestrator.cache")
 
@@ -35,8 +32,8 @@ class GrpcEmbedder:
         self._word_pieces = WordPieces(
             folder / "tokenizer.json", max_input_tokens=row.max_input_tokens, pad_id=row.pad_id
         )
-        self._streams = InferStreams(url)
-        self._running: set[asyncio.Task[npt.NDArray[np.float32]]] = set()
+        self._encoder = EncoderClient(url, contracts.EMBEDDING_ENCODER_MODEL, contracts.EMBEDDING)
+        self.close = self._encoder.close
 
     async def __call__(self, text: str) -> npt.NDArray[np.float32] | None:
         """The unit vector of `text`, FP32 [dimensions].
@@ -47,24 +44,9 @@ class GrpcEmbedder:
             encoded = self._word_pieces.encode([text.encode()], contracts.TEXT.name)
         except (InvalidRequestError, UnicodeEncodeError):
             return None
-        # Shielded: Triton leaks a request that is cancelled as it ends.
         num_tokens = int(encoded.num_tokens[0, 0])
-        task = asyncio.get_running_loop().create_task(self._infer(encoded.input_ids[0, :num_tokens]))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
         try:
-            return await asyncio.shield(task)
+            return await self._encoder.encode(encoded.input_ids[0, :num_tokens])
         except aio.AioRpcError as error:
             log.warning("the embedder failed; the cache goes without: %s", error.details())
             return None
-
-    async def _infer(self, input_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        request = service_pb2.ModelInferRequest(model_name=contracts.EMBEDDING_ENCODER_MODEL)
-        add_row(request, contracts.EMBEDDING_INPUT_IDS, *input_ids)
-        add_row(request, contracts.ATTENTION_MASK, *np.ones_like(input_ids))
-        response = await self._streams.stub.ModelInfer(request)
-        return np.frombuffer(read_outputs(response)[contracts.EMBEDDING.name], np.float32)
-
-    async def close(self) -> None:
-        await asyncio.gather(*self._running, return_exceptions=True)
-        await self._streams.close()

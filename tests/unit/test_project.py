@@ -90,7 +90,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("regexes",),
     ("schemas",),
     ("config", "wire", "call", "files"),
-    ("manifest",),
+    ("manifest", "redis_address"),
     ("doctor",),
     ("streaming", "infer_streams", "readiness", "routing", "onnx_session", "vision"),
     ("request", "engines", "limits", "quality"),
