@@ -86,6 +86,7 @@ FLAC = as_file(np.random.default_rng(0).normal(0, 0.1, 80_000).astype(np.float32
         (as_file(np.array([0, np.nan], np.float32), subtype="FLOAT"), InvalidRequestError, "no finite numbers"),
         (HOUR, RequestTooLargeError, f"has 3600 s of sound; at most {MAX_S:.0f} s"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",  # a file holds the second in which it was written
 )
 def test_a_file_that_is_refused(file: bytes, error: type[ApiError], message: str) -> None:
     with pytest.raises(error, match=message) as got:
