@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from orchestrator.call import Call
 from orchestrator.config import Tier
 from orchestrator.request import ChatRequest, Request
+from orchestrator.stages import Stage
 from orchestrator.streaming.chunks import AnswerWriter, ChatWriter, Choice, CompletionWriter, Usage
 from orchestrator.streaming.text import Piece
 
@@ -65,6 +66,9 @@ class Answer:
 
 class Output(Protocol):
     """Where an answer goes while it is made, and who says whether anybody still waits for it."""
+
+    def enter(self, stage: Stage) -> None:
+        """For all who wait."""
 
     def begin(self, answer: Answer, answer_id: str) -> None:
         """Makes the choices of `answer`, which is empty so far."""
@@ -143,7 +147,8 @@ class CallerOutput:
     def facts(self) -> dict[str, Any]:
         """`rt`: what this system says of the answer so far; empty before it began.
 
-        Times in ms from the call's arrival; cost in US dollars, which is 0 for what was not generated for this caller.
+        Times in ms from the call's arrival; `stages_ms` are the parts of `total_ms`, in order. Cost in US dollars,
+        which is 0 for what was not generated for this caller.
         `usage_estimated` is there, and true, only when the counts of tokens are estimates. Of hits there are similarity
         and age; of what was generated the reason for the tier, the number of attempts where it took several,
         and the tokens that compression left out of its prompt.
@@ -151,7 +156,8 @@ class CallerOutput:
         answer = self._answer
         if answer is None:
             return {}
-        total_s = time.monotonic() - self.call.received_s
+        now_s = time.monotonic()
+        total_s = now_s - self.call.received_s
         ttft_s = None
         if answer.first_token_s is not None:
             ttft_s = max(answer.first_token_s, self._began_s) - self.call.received_s
@@ -174,6 +180,7 @@ class CallerOutput:
         rt |= {
             "ttft_ms": None if ttft_s is None else round(ttft_s * 1000, 3),
             "total_ms": round(total_s * 1000, 3),
+            "stages_ms": self.call.stages.totals_ms(now_s),
             "input_tokens": usage.prompt_tokens,
             "tokens": usage.completion_tokens,
             "tps": None if cache.is_hit else tokens_per_second(usage.completion_tokens, ttft_s, total_s),

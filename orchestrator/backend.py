@@ -67,6 +67,7 @@ class Backend:
                 headers={"retry-after": "1"},
             )
         self._num_live += 1
+        flight.enter("queue")
         try:
             if self.queue is None:
                 await self._pass(answer, flight, way)
@@ -89,6 +90,7 @@ class Backend:
         passage = self.breaker.enter()
         if passage is None:
             raise out(self, answer.tier.name)
+        flight.enter("prefill")
         verdict: Verdict = "neutral"
         started_s = time.monotonic()
         try:

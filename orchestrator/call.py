@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from orchestrator.errors import ApiError, CancelledError
+from orchestrator.stages import Stages
 
 log = logging.getLogger("orchestrator.requests")
 
@@ -70,6 +71,7 @@ class Call(Waited):
         self.parameters = parameters
         self.sink = sink
         self.received_s = time.monotonic()
+        self.stages = Stages(self.received_s)
         self.request_id = parameters.get("x-request-id")  # the caller's name for it, in our log too
         self.id: str | None = None
 

@@ -200,6 +200,7 @@ class Dispatch:
 
     async def answer(self, job: Job, flight: Output, judging: asyncio.Task[Complexity | None] | None) -> Answer:
         """The whole answer into `flight`, its last event too. Raises what the last attempt failed with."""
+        flight.enter("route")
         sized = await self.size(job)
         complexity = None if judging is None else await self._await_judgement(job, sized, judging)
         decision = self._decide(job, sized, complexity)

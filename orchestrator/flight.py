@@ -17,6 +17,8 @@ from orchestrator.answer import Answer, CallerOutput
 from orchestrator.cache.stage import Hit
 from orchestrator.call import Waited
 from orchestrator.errors import CancelledError
+from orchestrator.latencies import TokenGaps
+from orchestrator.stages import Stage
 from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.text import Piece
 
@@ -31,8 +33,10 @@ class Flight(Waited):
         self.hit: Hit | None = None  # what is served, if it is a stored answer
         self.pieces: list[tuple[Choice, Piece | None]] = []  # None: the choice ends
         self.answer: Answer | None = None
+        self.gaps = TokenGaps()  # of what is generated
         self.payer: CallerOutput | None = None  # who pays for it: of those who heard its end, the first
         self._callers: dict[CallerOutput, asyncio.Future[None]] = {}
+        self._stage: Stage | None = None
         self._is_finished = False
         self._has_failed = False
 
@@ -44,6 +48,8 @@ class Flight(Waited):
 
     async def listen(self, output: CallerOutput) -> None:
         """Until the final event was sent. Raises what ended the answer, or `CancelledError` when the caller left."""
+        if self._stage is not None:
+            output.call.stages.enter(self._stage)
         if self.answer is not None:
             self._catch_up(output, self.answer)
             if self._is_finished:
@@ -97,6 +103,11 @@ class Flight(Waited):
             if not isinstance(error, Exception):
                 raise
 
+    def enter(self, stage: Stage) -> None:
+        self._stage = stage
+        for output in self._callers:
+            output.call.stages.enter(stage)
+
     def begin(self, answer: Answer, answer_id: str) -> None:
         """The first caller's answer is called like the engine's request, the others' get names of their own."""
         answer.choices = [Choice(index) for index in range(answer.request.num_choices)]
@@ -111,6 +122,8 @@ class Flight(Waited):
             self.pieces.append((choice, piece))
             for output in list(self._callers):
                 self._send(output, partial(output.emit, choice, piece))
+            if self.hit is None:
+                self.gaps.note(choice)
 
     def end_choice(self, choice: Choice, finish_reason: str) -> None:
         choice.finish_reason = finish_reason

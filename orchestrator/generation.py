@@ -133,7 +133,7 @@ class Generation:
                     self._raise_if_over()
                     if chunk.text is not None:
                         if chunk.text and self._answer.first_token_s is None:
-                            self._answer.first_token_s = time.monotonic()
+                            self._note_first_token()
                         said, is_cut = said + chunk.text, chunk.at_limit
                         choice.num_tokens += bool(chunk.text)
                         self._output.emit(choice, text.push_text(chunk.text))
@@ -144,7 +144,7 @@ class Generation:
                     if token_ids and token_ids[-1] == engine_request.end_id:
                         token_ids, ended_by_id = token_ids[:-1], True
                     if token_ids and self._answer.first_token_s is None:
-                        self._answer.first_token_s = time.monotonic()
+                        self._note_first_token()
                     choice.num_tokens += len(token_ids)
                     self._output.emit(choice, text.push(token_ids, chunk.log_probs))
                     if text.is_stopped:
@@ -162,6 +162,10 @@ class Generation:
         if text.is_cut and not at_limit:
             raise EngineError("the model's tool call ended before its arguments did; ask again")
         self._output.end_choice(choice, "length" if at_limit else "tool_calls" if choice.calls else "stop")
+
+    def _note_first_token(self) -> None:
+        self._answer.first_token_s = time.monotonic()
+        self._output.enter("decode")
 
     def _raise_if_over(self) -> None:
         self._output.raise_if_cancelled()

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from orchestrator.afterwards import Afterwards
 from orchestrator.answer import Answer, CacheFacts, CallerOutput
@@ -38,6 +39,7 @@ from orchestrator.errors import (
 )
 from orchestrator.flight import Flight, Flights
 from orchestrator.generation import EngineClient
+from orchestrator.latencies import Latencies
 from orchestrator.limits.deadline import ending, find_end_s
 from orchestrator.limits.gate import Gate, Permit, counts_tokens, may_use, not_allowed, price_of
 from orchestrator.limits.keys import Key
@@ -49,6 +51,7 @@ from orchestrator.safety.hold import FlaggedError
 from orchestrator.safety.rules import RuleFilter
 from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.text import Piece
+from orchestrator.tracing import Traces
 
 log = logging.getLogger("orchestrator.requests")
 
@@ -72,6 +75,7 @@ class Pipeline:
         classify: Classify | None = None,
         embed: Embed | None = None,
         quality: Quality | None = None,
+        traces: Traces | None = None,
     ) -> None:
         """`cloud` is needed by cloud tiers alone, `embed` by those that compress prompts.
 
@@ -85,6 +89,8 @@ class Pipeline:
         self._cache = cache
         self._gate = gate or Gate()
         self.spending = Spending()
+        self.latencies = Latencies()
+        self._traces = traces
         self._flights = Flights()
         # What an answer depends on beside the request.
         self._versions = {tier.name: digest_tier(tier, root) for tier in self._tiers if cache is not None}
@@ -103,8 +109,12 @@ class Pipeline:
             is_auto = split_model(request.model)[0] == AUTO
             job = Job(request, len(call.body), tiers, is_auto, key.priority, ends_at_s)
             with ending(call, ends_at_s):
+                call.stages.enter("reserve")
                 await self._reserve(ride, job)
-                hit = None if query is None or self._cache is None else await self._cache.find_exact(query)
+                hit = None
+                if query is not None and self._cache is not None:
+                    call.stages.enter("lookup")
+                    hit = await self._cache.find_exact(query)
                 ride.flight = flight = self._board(ride, job, query, hit)
                 await flight.listen(output)
             if self._cache is not None and query is not None and flight.hit is not None:
@@ -211,6 +221,8 @@ class Pipeline:
         must_hold = ride.key is not None and ride.key.hold_flagged
         name = None if query.control.no_cache else (query.identity.exact_key, query.control, must_hold)
         flight = self._flights.find(name)
+        if flight is not None:
+            ride.call.stages.enter("share")
         ride.output.cache = CacheFacts("miss") if flight is None else CacheFacts("exact", 1.0, 0.0, is_shared=True)
         return flight or self._flights.start(name, make)
 
@@ -239,6 +251,7 @@ class Pipeline:
     async def _replay(self, ride: Ride, request: Request, hit: Hit, flight: Flight) -> None:
         """A stored answer as if it were made now; one that is flagged by now was served for the last time."""
         assert ride.key is not None and self._cache is not None
+        flight.enter("replay")
         stored, tiers = hit.answer, {tier.name: tier for tier in self._tiers}
         answer = Answer(
             request,
@@ -266,7 +279,8 @@ class Pipeline:
     # --- settle ---
 
     async def _settle(self, ride: Ride) -> None:
-        """After the last event: quotas, what it cost, and the log line."""
+        """After the last event: quotas, what it cost, metrics, the log line, and the trace."""
+        ended_s = time.monotonic()
         call, key, output = ride.call, ride.key, ride.output
         used = measure(ride)
         if ride.permit is not None:
@@ -275,11 +289,19 @@ class Pipeline:
             self.spending.count(key.tenant, ride.flight.answer, used)
         line = {"event": "request", "outcome": ride.outcome, "id": call.id, "x_request_id": call.request_id}
         line |= {} if key is None else {"key": key.id, "tenant": key.tenant}
+        facts: dict[str, Any] = {}
         if output is not None:
-            line |= output.facts()
+            facts = output.facts()
+            line |= facts
+            if ride.outcome == "ok" and facts and key is not None:
+                self.latencies.observe(facts, key.priority)
+                if ride.flight is not None and ride.flight.payer is output:
+                    self.latencies.observe_gaps(ride.flight.gaps, facts["tier"])
             if self._cache is not None:
                 self._cache.counts.count_answer(output.cache_facts.kind)
         log.info(json.dumps(line))
+        if self._traces is not None:
+            self._traces.record(call, facts, ride.outcome, ended_s)
 
 
 class Ride:

@@ -126,6 +126,7 @@ class CloudGeneration:
             return
         if self._answer.first_token_s is None and (delta.text or delta.calls):
             self._answer.first_token_s = time.monotonic()
+            self._output.enter("decode")
         try:
             self._output.emit(text.choice, text.push(delta))
         except ValueError as error:

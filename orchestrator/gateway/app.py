@@ -29,11 +29,15 @@ from orchestrator.gateway.messages import error_headers, forwarded_headers
 from orchestrator.gateway.metrics import CONTENT_TYPE, render_page
 from orchestrator.gateway.ocr import OCR_PATH, Ocr
 from orchestrator.gateway.openapi import describe
+from orchestrator.gateway.playground import Playground
 from orchestrator.gateway.speech import SPEECH_PATH, Speaking
 from orchestrator.gateway.transcriptions import TRANSCRIPTIONS_PATH, Transcriptions
 from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.pipeline import AUTO
 from orchestrator.readiness import engines_of
+
+CHAT_PATH = "/v1/chat/completions"
+EMBEDDINGS_PATH = "/v1/embeddings"
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,11 @@ def create_app(options: GatewayOptions) -> Guard:
     has_ocr = (options.artifact / "model_repository" / OCR_MODEL).is_dir()
     speech_path = options.artifact / "speech.toml"
     speech = read_toml(speech_path, Speech) if speech_path.exists() else Speech()
-    others = [OCR_MODEL] if has_ocr else []
-    others += [STT_MODEL, speech.transcriber.name] if speech.transcriber else []
-    others += [TTS_MODEL, speech.speaker.name] if speech.speaker else []
-    model_names = [AUTO, *generators, *dict.fromkeys(adapted), EMBEDDING_MODEL, embedder.name, *others]
+    paths = dict.fromkeys([AUTO, *generators, *adapted], CHAT_PATH)  # of each model's name
+    paths |= dict.fromkeys([EMBEDDING_MODEL, embedder.name], EMBEDDINGS_PATH)
+    paths |= {OCR_MODEL: OCR_PATH} if has_ocr else {}
+    paths |= dict.fromkeys([STT_MODEL, speech.transcriber.name], TRANSCRIPTIONS_PATH) if speech.transcriber else {}
+    paths |= dict.fromkeys([TTS_MODEL, speech.speaker.name], SPEECH_PATH) if speech.speaker else {}
     engines = engines_of(tiers)
     created = int((options.artifact / "manifest.json").stat().st_mtime)
     triton = TritonClient(options.triton_grpc_url)
@@ -85,7 +90,8 @@ def create_app(options: GatewayOptions) -> Guard:
         return JSONResponse({"status": "ready"})
 
     def describe_model(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": created, "owned_by": "triton-realtime"}
+        facts = {"id": name, "object": "model", "created": created, "owned_by": "triton-realtime"}
+        return {**facts, "rt": {"path": paths[name]}}
 
     async def check(request: Request, right: str) -> None:
         if options.with_keys:
@@ -93,14 +99,14 @@ def create_app(options: GatewayOptions) -> Guard:
 
     async def models(request: Request) -> JSONResponse:
         await check(request, "models")
-        return JSONResponse({"object": "list", "data": [describe_model(name) for name in model_names]})
+        return JSONResponse({"object": "list", "data": [describe_model(name) for name in paths]})
 
     async def model(request: Request) -> JSONResponse:
         await check(request, "models")
         name = request.path_params["name"]
-        if name not in model_names:
+        if name not in paths:
             error = ModelNotFoundError(
-                f"model: {shorten(name)} does not exist; one of {', '.join(model_names)}", param="model"
+                f"model: {shorten(name)} does not exist; one of {', '.join(paths)}", param="model"
             )
             return JSONResponse(error.body(), error.status)
         return JSONResponse(describe_model(name))
@@ -113,9 +119,9 @@ def create_app(options: GatewayOptions) -> Guard:
         return JSONResponse(description)
 
     endpoints: dict[str, ASGIApp] = {
-        "/v1/chat/completions": Completions(triton, "chat"),
+        CHAT_PATH: Completions(triton, "chat"),
         "/v1/completions": Completions(triton, "completion"),
-        "/v1/embeddings": Embeddings(triton, embedder, with_keys=options.with_keys),
+        EMBEDDINGS_PATH: Embeddings(triton, embedder, with_keys=options.with_keys),
         OCR_PATH: Ocr(triton, is_served=has_ocr, with_keys=options.with_keys),
         TRANSCRIPTIONS_PATH: Transcriptions(triton, speech.transcriber, with_keys=options.with_keys),
         SPEECH_PATH: Speaking(triton, speech.speaker, with_keys=options.with_keys),
@@ -124,6 +130,7 @@ def create_app(options: GatewayOptions) -> Guard:
     }
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
+        Route("/", Playground(), methods=["GET"]),
         Route("/v1/models", models),
         Route("/v1/models/{name}", model),
         Route("/health", health),

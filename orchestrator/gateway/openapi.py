@@ -86,6 +86,11 @@ _RT: dict[str, Any] = {
         "prompt_tokens_saved": {"type": "integer", "minimum": 1, "description": "By prompt compression"},
         "ttft_ms": {"type": ["number", "null"]},
         "total_ms": {"type": "number"},
+        "stages_ms": {
+            "type": "object",
+            "description": "The parts of total_ms, in order",
+            "additionalProperties": {"type": "number"},
+        },
         "input_tokens": {"type": "integer"},
         "tokens": {"type": "integer"},
         "cost_usd": {"type": "number"},

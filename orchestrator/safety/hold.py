@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from orchestrator.answer import Answer, Output
 from orchestrator.safety.rules import MAX_CHARACTERS, Finding, SafetyFilter
+from orchestrator.stages import Stage
 from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.text import Piece
 
@@ -33,6 +34,9 @@ class Held:
         self._safety = safety
         self._texts: dict[int, _Text] = {}
         self._num_live = 0
+
+    def enter(self, stage: Stage) -> None:
+        self._output.enter(stage)
 
     def begin(self, answer: Answer, answer_id: str) -> None:
         self._output.begin(answer, answer_id)

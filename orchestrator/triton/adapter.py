@@ -30,11 +30,13 @@ from orchestrator.limits.operations import Operations
 from orchestrator.pipeline import Pipeline
 from orchestrator.quality import create_quality
 from orchestrator.text_engine import LLMAPI
+from orchestrator.tracing import create_traces
 from orchestrator.triton.afterwards_metrics import AfterwardsMetrics
 from orchestrator.triton.cancellation import CancellationWatcher
 from orchestrator.triton.complexity_client import create_classifier
 from orchestrator.triton.embedding_client import GrpcEmbedder
 from orchestrator.triton.engine_client import GrpcEngineClient
+from orchestrator.triton.latency_metrics import LatencyMetrics
 from orchestrator.triton.limits_metrics import LimitsMetrics
 from orchestrator.triton.metrics import CacheMetrics, live_requests_gauge
 from orchestrator.triton.routing_metrics import RoutingMetrics
@@ -80,6 +82,7 @@ class OrchestratorModel:
             self._store = create_store(tiers.cache.max_bytes, os.environ, self._store_errors)
             cache = AnswerCache(tiers.cache, Lookup(self._store, self._store.clock), self._embedder, self._metrics)
         self._classifier = create_classifier(root, url)
+        self._traces = create_traces(os.environ)
         self._pipeline = Pipeline(
             tiers,
             root,
@@ -90,18 +93,20 @@ class OrchestratorModel:
             classify=self._classifier,
             embed=self._embedder,
             quality=self._quality,
+            traces=self._traces,
         )
         embedder = read_toml(root / "embedder.toml", Embedder)
         self._limits_operations = Operations(self._gate, embedder.max_input_tokens)
-        live, limits = live_requests_gauge(contracts.ORCHESTRATOR_MODEL), LimitsMetrics(self._gate)
-        routing = RoutingMetrics()
+        live, limits = live_requests_gauge(), LimitsMetrics(self._gate)
+        routing, latencies = RoutingMetrics(), LatencyMetrics(self._pipeline.latencies)
         afterwards = AfterwardsMetrics(self._pipeline.spending, self._pipeline.afterwards)
 
         def publish(num_live: int) -> None:  # on the watcher's thread: each number told is a round trip to the server
-            live.set(num_live)
+            live.tell(num_live, model=contracts.ORCHESTRATOR_MODEL)
             limits.publish(self._pipeline.dispatch.num_waiting())
             routing.publish(self._pipeline.dispatch)
             afterwards.publish()
+            latencies.publish()
 
         self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, publish)
         self._max_live_requests = tiers.limits.max_live_requests
@@ -195,6 +200,8 @@ class OrchestratorModel:
         await self._gate.close()
         if self._cloud is not None:
             await self._cloud.close()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
 
     async def _watch_quality(self) -> None:
         if self._quality is None:

@@ -35,10 +35,9 @@ class EngineModel:
         parameters["max_batch_size"] = str(config["max_batch_size"])
         model_dir = Path(args["model_repository"]) / args["model_version"]
         self._engine: Engine = ProcessEngine(parameters, model_dir)
-        self._live_requests = live_requests_gauge(args["model_name"])
-        self._kv_cache_usage = (
-            None if self._engine.kv_cache_usage() is None else kv_cache_usage_gauge(args["model_name"])
-        )
+        self._model = args["model_name"]
+        self._live_requests = live_requests_gauge()
+        self._kv_cache_usage = None if self._engine.kv_cache_usage() is None else kv_cache_usage_gauge()
         self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, self._report)
 
     def execute(self, requests: list[Any]) -> None:
@@ -54,9 +53,9 @@ class EngineModel:
         self._engine.close()
 
     def _report(self, num_live: int) -> None:
-        self._live_requests.set(num_live)
+        self._live_requests.tell(num_live, model=self._model)
         if self._kv_cache_usage is not None:
-            self._kv_cache_usage.set(self._engine.kv_cache_usage() or 0.0)
+            self._kv_cache_usage.tell(self._engine.kv_cache_usage() or 0.0, model=self._model)
 
     def _start(self, request: Any, sender: ChunkSender) -> None:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}

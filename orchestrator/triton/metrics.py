@@ -9,6 +9,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from orchestrator.cache.store import Size
+from orchestrator.latencies import Histogram
 
 
 class Family:
@@ -20,95 +21,81 @@ class Family:
         self._family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
         self._is_gauge = is_gauge
         self._metrics: dict[tuple[str, ...], Any] = {}
-        self._told: dict[tuple[str, ...], int] = {}
+        self._told: dict[tuple[str, ...], float] = {}
 
-    def tell(self, count: int, **labels: str) -> None:
-        """The count so far; the names of the labels are the same each time. For one thread."""
+    def tell(self, number: float, **labels: str) -> None:
+        """The number now, a counter's is its total; the names of the labels are the same each time. For one thread."""
         key = tuple(labels.values())
         if key not in self._metrics:
             self._metrics[key] = self._family.Metric(labels=labels)
-        told = self._told.get(key, 0)
-        if count != told:
-            self._told[key] = count
+        told = self._told.get(key, 0.0)
+        if number != told:
+            self._told[key] = number
             if self._is_gauge:
-                self._metrics[key].set(count)
+                self._metrics[key].set(number)
             else:
-                self._metrics[key].increment(count - told)
+                self._metrics[key].increment(number - told)
 
 
-class ModelGauge:
-    """A gauge `NAME{model="..."}`; only a change is told, for telling is a round trip to the server."""
+class HistogramFamily:
+    """A histogram as Prometheus reads one. Triton 2.51's Python backend has counters and gauges alone."""
 
-    def __init__(self, name: str, description: str, model: str) -> None:
-        # Triton deletes a family's metrics with the family.
-        self._family = pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.GAUGE)
-        self._metric = self._family.Metric(labels={"model": model})
-        self._told: float | None = None
+    def __init__(self, name: str, description: str, *labels: str) -> None:
+        self._labels = labels
+        self._buckets = Family(f"{name}_bucket", f"{description}: as many as took at most `le` seconds")
+        self._sum = Family(f"{name}_sum", f"{description}: seconds, all together")
+        self._count = Family(f"{name}_count", f"{description}: how many")
 
-    def set(self, value: float) -> None:
-        if value != self._told:
-            self._told = value
-            self._metric.set(value)
+    def tell(self, histogram: Histogram) -> None:
+        for values, counts in list(histogram.counts.items()):
+            labels, num_below = dict(zip(self._labels, values)), 0
+            for bound, count in zip((*map(str, histogram.bounds), "+Inf"), list(counts)):
+                num_below += count
+                self._buckets.tell(num_below, **labels, le=bound)
+            self._count.tell(num_below, **labels)
+            self._sum.tell(histogram.sums[values], **labels)
 
 
-def live_requests_gauge(model: str) -> ModelGauge:
-    return ModelGauge("rt_live_requests", "Requests taken in and not ended", model)
+def live_requests_gauge() -> Family:
+    return Family("rt_live_requests", "Requests taken in and not ended", is_gauge=True)
 
 
-def kv_cache_usage_gauge(model: str) -> ModelGauge:
+def kv_cache_usage_gauge() -> Family:
     description = "Share of the KV blocks that live requests hold, 0 to 1; what only the prefix cache knows is free"
-    return ModelGauge("rt_kv_cache_usage_ratio", description, model)
+    return Family("rt_kv_cache_usage_ratio", description, is_gauge=True)
 
 
 class CacheMetrics:
     """`orchestrator.cache.stage.Counts` as metrics. Counting is free; `publish` tells Triton, which takes a while."""
 
     def __init__(self) -> None:
-        def family(name: str, description: str, *, is_gauge: bool = False) -> Any:
-            kind = pb_utils.MetricFamily.GAUGE if is_gauge else pb_utils.MetricFamily.COUNTER
-            return pb_utils.MetricFamily(name=name, description=description, kind=kind)
-
-        self._counted: Counter[tuple[str, str]] = Counter()
-        self._told: Counter[tuple[str, str]] = Counter()
-        self._families = {
-            "cache": family("rt_cache_answers_total", "Requests by what the cache had for them, as rt.cache says it"),
-            "guard": family("rt_cache_guard_rejections_total", "Nearest stored questions that a guard held back"),
-            "kind": family("rt_cache_store_errors_total", "What the cache's store failed to do"),
-        }
-        self._metrics: dict[tuple[str, str], Any] = {}
-        for kind in ("exact", "semantic", "miss", "bypass"):
-            self._counted["cache", kind] = 0
-        self._counted["kind", "failed"] = 0
-        self._gauges = [
-            family("rt_cache_stored_bytes", "Bytes of stored answers", is_gauge=True),
-            family("rt_cache_stored_entries", "Stored answers", is_gauge=True),
-        ]
-        self._told_size: Size | None = None
-        self._sizes = [gauge.Metric(labels={}) for gauge in self._gauges]
+        self.answers = Family("rt_cache_answers_total", "Requests by what the cache had for them, as rt.cache says it")
+        self.rejections = Family("rt_cache_guard_rejections_total", "Nearest stored questions that a guard held back")
+        self.errors = Family("rt_cache_store_errors_total", "What the cache's store failed to do")
+        self.stored_bytes = Family("rt_cache_stored_bytes", "Bytes of stored answers", is_gauge=True)
+        self.stored_entries = Family("rt_cache_stored_entries", "Stored answers", is_gauge=True)
+        self._answers = Counter(dict.fromkeys(("exact", "semantic", "miss", "bypass"), 0))
+        self._rejections: Counter[str] = Counter()
+        self._num_errors = 0
 
     def count_answer(self, kind: str) -> None:
-        self._counted["cache", kind] += 1
+        self._answers[kind] += 1
 
     def count_rejection(self, guard: str) -> None:
-        self._counted["guard", guard] += 1
+        self._rejections[guard] += 1
 
     def count_store_error(self) -> None:
-        self._counted["kind", "failed"] += 1
+        self._num_errors += 1
 
     def publish(self, size: Size | None, store_errors: Mapping[str, int]) -> None:
         """`store_errors` are the store's own counts, by kind; without `size` the last one stays. Not for several
         threads at once."""
-        for kind, number in list(store_errors.items()):
-            self._counted["kind", kind] = number
-        for key, value in list(self._counted.items()):
-            metric = self._metrics.get(key)
-            if metric is None:
-                label, label_value = key
-                metric = self._metrics[key] = self._families[label].Metric(labels={label: label_value})
-            if value > self._told[key]:
-                metric.increment(value - self._told[key])
-                self._told[key] = value
-        if size is not None and size != self._told_size:
-            for metric, number in zip(self._sizes, (size.num_bytes, size.num_entries)):
-                metric.set(number)
-            self._told_size = size
+        for kind, count in list(self._answers.items()):
+            self.answers.tell(count, cache=kind)
+        for guard, count in list(self._rejections.items()):
+            self.rejections.tell(count, guard=guard)
+        for kind, count in [("failed", self._num_errors), *store_errors.items()]:
+            self.errors.tell(count, kind=kind)
+        if size is not None:
+            self.stored_bytes.tell(size.num_bytes)
+            self.stored_entries.tell(size.num_entries)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from orchestrator.triton import cleaner
 
 POLL_INTERVAL_S = 0.05
 LOG_TAIL_LINES = 30
+# A line of a request is some 500 bytes; with the file before it at most twice as much is on disk.
+MAX_LOG_BYTES = 64 << 20
 
 
 class StartError(Exception):
@@ -69,7 +72,8 @@ class Child:
         self.log = log
         self._needed: dict[int, str] = {}
         self._is_asked_to_end = False
-        with log.open("wb") as sink:
+        log.write_bytes(b"")
+        with log.open("ab") as sink:  # to append, so that what is written after `rotate_log` lies at the beginning
             self._process = subprocess.Popen(
                 command,
                 env=env,
@@ -115,6 +119,15 @@ class Child:
         self._needed = {
             pid: " ".join(_read_or_empty(Path("/proc", str(pid), "cmdline")).split("\0")[:2]) for pid in pids
         }
+
+    def rotate_log(self) -> None:
+        """Move a log of `MAX_LOG_BYTES` to NAME.log.1, in place of the one before.
+
+        Copied and emptied, since the children hold it open: a line that comes just then may be lost.
+        """
+        if self.log.stat().st_size >= MAX_LOG_BYTES:
+            shutil.copyfile(self.log, self.log.with_name(f"{self.log.name}.1"))
+            os.truncate(self.log, 0)
 
     def ask_to_end(self) -> None:
         """SIGTERM, once: to some programs a second one says to hurry."""

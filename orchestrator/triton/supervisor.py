@@ -280,6 +280,7 @@ def _watch(
         for child in children:
             if fate := child.fate():
                 raise ChildDied(fate)
+            child.rotate_log()
         if until():
             return
         time.sleep(POLL_INTERVAL_S)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from promtool import NoPromtool, find_promtool
+from debian import NotToBeHad, find_program
 
 ROOT = Path(__file__).parents[2]
 ALERTS = "deploy/prometheus/alerts.yaml"
@@ -18,8 +18,8 @@ TESTS = "tests/deploy/alerts.yaml"
 @pytest.fixture(scope="module")
 def promtool() -> Path:
     try:
-        return find_promtool()
-    except NoPromtool as error:
+        return find_program("promtool", "prometheus", "usr/bin/promtool", is_static=True).path
+    except NotToBeHad as error:
         if os.environ.get("CI"):
             pytest.fail(f"promtool cannot be had, so no alert was tested: {error}")
         pytest.skip(f"promtool cannot be had, so no alert was tested: {error}\nfix: apt-get install prometheus")

@@ -9,7 +9,7 @@ from orchestrator.triton.metrics import CacheMetrics
 def test_what_was_counted_is_told_once() -> None:
     metrics = CacheMetrics()
     metrics.publish(Size(0, 0), {})
-    answers = metrics._families["cache"].metrics
+    answers = metrics.answers._family.metrics
     assert {kind: metric.value for kind, metric in answers.items()} == dict.fromkeys(
         ("exact", "semantic", "miss", "bypass"), 0
     )
@@ -22,9 +22,10 @@ def test_what_was_counted_is_told_once() -> None:
     metrics.count_answer("exact")
     metrics.publish(None, {"timeout": 3})
     assert (answers["exact"].value, answers["miss"].value, answers["semantic"].value) == (3, 1, 0)
-    assert metrics._families["guard"].metrics["number"].value == 1
-    assert {kind: metric.value for kind, metric in metrics._families["kind"].metrics.items()} == {
+    assert metrics.rejections._family.metrics["number"].value == 1
+    assert {kind: metric.value for kind, metric in metrics.errors._family.metrics.items()} == {
         "failed": 1,
         "timeout": 3,
     }
-    assert [size.value for size in metrics._sizes] == [70, 2]
+    sizes = metrics.stored_bytes._family.metrics, metrics.stored_entries._family.metrics
+    assert [size[""].value for size in sizes] == [70, 2]

@@ -231,6 +231,29 @@ def test_a_dead_child(fakes: Fakes, behaviours: dict[str, str], message: str, ot
     assert not fakes.ready_file.exists()
 
 
+def test_a_large_log_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.triton.process.MAX_LOG_BYTES", 100)
+    log = tmp_path / "triton.log"
+    script = "for i in $(seq 40); do echo line $i; done; read -r < PIPE; echo after"
+    os.mkfifo(tmp_path / "PIPE")
+    child = Child("triton", ("bash", "-c", script), log, folder=tmp_path)
+    try:
+        for _ in range(200):
+            if "line 40" in log.read_text():
+                break
+            time.sleep(0.02)
+        child.rotate_log()
+        (tmp_path / "PIPE").write_text("go\n")
+        for _ in range(200):
+            if not child.is_running():
+                break
+            time.sleep(0.02)
+    finally:
+        child.stop(0)
+    assert (tmp_path / "triton.log.1").read_text().splitlines()[-1] == "line 40"
+    assert log.read_text() == "after\n"
+
+
 def test_the_log_tail_is_short(tmp_path: Path) -> None:
     log = tmp_path / "log"
     child = Child("triton", (sys.executable, "-c", "[print(i) for i in range(100)]"), log)

@@ -1,0 +1,121 @@
+"""The page at `/` in a real browser, by keyboard, mouse and drop, and on a narrow screen."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterator
+
+import pytest
+from debian import NotToBeHad, find_program
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from serving import Stack, script
+
+from perf.ocr_pages import draw_receipt
+
+pytestmark = pytest.mark.timeout(120)  # the first one downloads the browser
+
+MARKUP = "<img src=x onerror=alert(1)> & <b>bold</b>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    try:
+        chromium = find_program("chromium", "chromium", "usr/lib/chromium/chromium")
+    except NotToBeHad as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(f"{error}\nfix: apt-get install chromium")
+    with sync_playwright() as playwright:
+        # As root there is no sandbox; what is opened is ours.
+        browser = playwright.chromium.launch(
+            executable_path=chromium.path, env=chromium.environment, chromium_sandbox=False
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page that finds no fault with its own content policy, and has no error of its own."""
+    page = browser.new_page()
+    faults: list[str] = []
+    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("dialog", lambda dialog: faults.append(dialog.message))
+    yield page
+    page.close()
+    assert [fault for fault in faults if "Failed to load resource" not in fault] == []
+
+
+def say(page: Page, messages: list[dict[str, str]]) -> None:
+    page.get_by_label("Message").fill(messages[0]["content"])
+    page.keyboard.press("Enter")
+
+
+def test_chat_by_keyboard(page: Page, scripted_stack: Stack) -> None:
+    page.goto(scripted_stack.url)
+    expect(page.get_by_label("Message")).to_be_focused()
+    page.get_by_label("Model").select_option("simple")
+    assert "embedding" not in page.get_by_label("Model").inner_text().split()
+    say(page, script(text=MARKUP))
+    facts = page.get_by_text("tier simple")
+    expect(facts).to_contain_text("ms to the first token")
+    expect(page.get_by_text(MARKUP, exact=True)).to_be_visible()
+    for stage in ("route", "queue", "prefill", "decode"):
+        expect(page.get_by_text(f"{stage} ")).to_contain_text("ms")
+    page.reload()
+    expect(facts).to_have_count(0)
+    say(page, script(text="Here again."))
+    expect(page.get_by_text("Here again.", exact=True)).to_be_visible()
+
+
+def test_stop(page: Page, scripted_stack: Stack) -> None:
+    page.goto(scripted_stack.url)
+    stop = page.get_by_role("button", name="Stop")
+    for leave in (lambda: page.keyboard.press("Escape"), stop.click):
+        say(page, script(text="word " * 2000, itl_ms=20))
+        expect(page.get_by_text("word word word").last).to_be_visible()
+        leave()
+        expect(page.get_by_text("stopped", exact=True).last).to_be_visible()
+        expect(stop).to_be_disabled()
+        scripted_stack.wait_until_idle()
+
+
+def test_an_error_is_told(page: Page, scripted_stack: Stack) -> None:
+    page.goto(scripted_stack.url)
+    say(page, script(text=7))
+    expect(page.locator(".error")).to_contain_text("400: ")
+
+
+def test_a_narrow_screen(page: Page, scripted_stack: Stack) -> None:
+    page.set_viewport_size({"width": 360, "height": 640})
+    page.goto(scripted_stack.url)
+    say(page, script(text="long" * 200))
+    expect(page.get_by_text("tier simple")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_the_numbers_move(page: Page, scripted_stack: Stack) -> None:
+    page.goto(scripted_stack.url)
+    answers = page.locator("dt", has_text="answers").locator("+ dd")
+    before = answers.inner_text()
+    say(page, script(text="One."))
+    expect(answers).not_to_have_text(before, timeout=10_000)
+
+
+def test_an_image_is_dropped(page: Page, cpu_stack: Stack) -> None:
+    page.goto(cpu_stack.url)
+    image = base64.b64encode(draw_receipt(1).image).decode()
+    transfer = page.evaluate_handle(
+        """(image) => {
+          const transfer = new DataTransfer();
+          const bytes = Uint8Array.from(atob(image), (each) => each.charCodeAt(0));
+          transfer.items.add(new File([bytes], "receipt.png", {type: "image/png"}));
+          return transfer;
+        }""",
+        image,
+    )
+    page.dispatch_event("#drop", "drop", {"dataTransfer": transfer})
+    expect(page.locator("#read-facts")).to_contain_text("lines", timeout=30_000)
+    assert page.locator("#picture polygon").count() >= 3
