@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
+from collector import Collector
 from serving import Answer, Stack, ask, running, script, wait_for
 
 from perf.routing import build_two_engines
@@ -21,9 +23,16 @@ pytestmark = pytest.mark.timeout(300)  # the target is built first
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def stack(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("routing")
-    with running(build_two_engines(folder / "artifact"), folder / "run") as stack:
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "200"}
+    with running(build_two_engines(folder / "artifact"), folder / "run", **env) as stack:
         yield stack
 
 
@@ -127,3 +136,20 @@ def test_one_dies_in_a_stream_and_is_then_replaced(stack: Stack) -> None:
     assert rt["model"] == "llm_small" and rt["attempts"] == 3
     wait_for(lambda: "out" in stack.stream(messages=ask(HARD)).rt["reason"])
     assert json.loads(stack.get("/ready").text)["not_ready"] == ["llm_large"]
+
+
+def test_a_trace_comes_to_the_collector(stack: Stack, collector: Collector) -> None:
+    trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    headers = {"traceparent": f"00-{trace_id}-{parent_id}-01", "cache-control": "no-store"}
+    body = {"model": "simple", "messages": ask(EASY)}
+    answer = httpx.post(f"{stack.url}/v1/chat/completions", json=body, headers=headers, timeout=30).json()
+    spans = wait_for(lambda: collector.spans_of(trace_id))
+    (request,) = (span for span in spans if span.name == "chat")
+    assert request.parent_span_id.hex() == parent_id
+    stages = [span for span in spans if span.parent_span_id == request.span_id]
+    assert [span.name for span in stages] == list(answer["rt"]["stages_ms"])
+    took_ns = request.end_time_unix_nano - request.start_time_unix_nano
+    assert sum(span.end_time_unix_nano - span.start_time_unix_nano for span in stages) == pytest.approx(
+        took_ns, rel=0.02
+    )
+    assert EASY not in str(spans)
