@@ -29,6 +29,7 @@ def wait_until_running(stack: Stack, count: int = 1) -> None:
     wait_for(lambda: stack.num_live("llm_small") == count)
 
 
+@pytest.mark.alone
 def test_after_three_tokens(scripted_stack: Stack) -> None:
     """Case K02: the engine makes at most the tokens of the 150 ms that leaving may take."""
     since = scripted_stack.log_length()
@@ -43,6 +44,7 @@ def test_after_three_tokens(scripted_stack: Stack) -> None:
     scripted_stack.wait_until_idle()
 
 
+@pytest.mark.alone
 def test_before_the_end_of_a_whole_answer(scripted_stack: Stack) -> None:
     """Case K01: the client leaves after 100 ms; the engine is told within a second (we hold 150 ms)."""
     since = scripted_stack.log_length()
@@ -55,6 +57,7 @@ def test_before_the_end_of_a_whole_answer(scripted_stack: Stack) -> None:
     scripted_stack.wait_until_idle()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stream", [True, False])
 def test_in_prefill(scripted_stack: Stack, stream: bool) -> None:
     since = scripted_stack.log_length()

@@ -156,6 +156,7 @@ async def _first_events(stub: Any, count: int) -> Any:
     return call
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["cancel", "close", "deadline"])
 def test_leaving_ends_the_generation(stack: Stack, how: str) -> None:
     since = stack.log_length()

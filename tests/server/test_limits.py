@@ -233,6 +233,7 @@ def test_a_deadline(stack: Stack, keys: Keys) -> None:
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "x-deadline-ms"
 
 
+@pytest.mark.alone
 def test_a_deadline_that_cannot_be_met(stack: Stack, keys: Keys) -> None:
     key = keys.add("planner", "--deadline-ms", "30000")
     for _ in range(3):

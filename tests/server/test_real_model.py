@@ -146,6 +146,7 @@ def test_six_staggered_streams(cpu_stack: Stack) -> None:
     assert max(first_token_s) < ended_s[0], "they did not overlap"
 
 
+@pytest.mark.alone
 def test_a_short_answer_does_not_wait_for_a_long_one(cpu_stack: Stack) -> None:
     """Requests join and leave mid-flight."""
     ended_s: dict[str, float] = {}
@@ -162,6 +163,7 @@ def test_a_short_answer_does_not_wait_for_a_long_one(cpu_stack: Stack) -> None:
     assert ended_s["short"] < ended_s["long"] - 0.3
 
 
+@pytest.mark.alone
 def test_leaving_a_stream_ends_it_within_a_step(cpu_stack: Stack) -> None:
     """Case K02: at most one decode step begins after the orchestrator has seen that the client left."""
     since = cpu_stack.log_length()
@@ -179,6 +181,7 @@ def test_leaving_a_stream_ends_it_within_a_step(cpu_stack: Stack) -> None:
     cpu_stack.wait_until_idle()
 
 
+@pytest.mark.alone
 def test_leaving_a_whole_answer_ends_it(cpu_stack: Stack) -> None:
     """Case K01."""
     since = cpu_stack.log_length()
