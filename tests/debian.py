@@ -31,7 +31,10 @@ class Program:
         """What it runs in: with its libraries, where they are not installed."""
         if self.folder is None:
             return dict(os.environ)
-        return {**os.environ, "LD_LIBRARY_PATH": str(self.folder / "usr" / "lib" / "x86_64-linux-gnu")}
+        libraries = self.folder / "usr" / "lib" / "x86_64-linux-gnu"
+        # Packages find their private ones by paths that hold only where they are installed.
+        private = sorted({str(path.parent) for path in libraries.glob("*/lib*.so*")})
+        return {**os.environ, "LD_LIBRARY_PATH": ":".join([str(libraries), *private])}
 
 
 def find_program(name: str, package: str, inside: str, *, is_static: bool = False) -> Program:

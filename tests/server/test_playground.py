@@ -85,7 +85,7 @@ def test_stop(page: Page, scripted_stack: Stack) -> None:
 def test_an_error_is_told(page: Page, scripted_stack: Stack) -> None:
     page.goto(scripted_stack.url)
     say(page, script(text=7))
-    expect(page.locator(".error")).to_contain_text("400: ")
+    expect(page.locator(".error")).to_contain_text("502: input_ids")
 
 
 def test_a_narrow_screen(page: Page, scripted_stack: Stack) -> None:
