@@ -23,6 +23,7 @@ from orchestrator.engines import Chunk, Deliver, EngineRefusal, EngineRequest
 from orchestrator.engines.parsing import parse_engine_request
 from orchestrator.errors import CancelledError, InvalidRequestError, OverloadedError
 from orchestrator.generation import build_engine_request
+from orchestrator.latencies import Latencies
 from orchestrator.money import Spending
 from orchestrator.request import ChatRequest
 from orchestrator.routing.counts import RoutingCounts
@@ -326,10 +327,11 @@ def test_a_client_that_leaves_stops_its_request_alone(model: engine_model.Engine
 class BlockingPipeline:
     """Holds every call until the test lets go."""
 
-    def __init__(self, *_: object, cache: None, gate: object, classify: object, embed: None, quality: None) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         self.go = threading.Event()
         self.dispatch = SimpleNamespace(num_waiting=dict, breaker_states=dict, counts=RoutingCounts())
         self.spending = Spending()
+        self.latencies = Latencies()
         self.afterwards = SimpleNamespace(num_flagged={}, quality=None)
 
     async def finish(self) -> None:
