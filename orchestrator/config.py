@@ -227,7 +227,8 @@ class Limits(Row):
     """What one orchestrator instance takes on at once: up to `max_live_requests`, further ones are refused.
 
     Of them each engine model gets up to `max_running_requests`, which should be about its batch: who waits inside an
-    engine cannot be overtaken. The others wait before it, interactive ones first, up to `max_batch_waiting` batch ones.
+    engine cannot be overtaken. The others wait before it, interactive ones first (but of ten turns one is a batch
+    one's), up to `max_batch_waiting` batch ones.
     """
 
     max_live_requests: Annotated[int, Field(gt=0, le=4096)] = 256

@@ -280,7 +280,7 @@ def test_interactive_before_batch(make_world: MakeWorld) -> None:
             tasks.append(asyncio.create_task(ask(name, label)))
             await asyncio.sleep(0)
         await asyncio.sleep(0.005)
-        assert world.pipeline.dispatch.num_waiting() == {"interactive": 2, "batch": 2}
+        assert world.pipeline.dispatch.num_waiting() == {"interactive": 2, "batch": 2, "aside": 0}
         await asyncio.gather(*tasks)
 
     asyncio.run(work())
