@@ -40,7 +40,7 @@ from orchestrator.readiness import engines_of
 class GatewayOptions:
     """`host` is the address listened on; `allowed_hosts` and `allowed_origins` are what `Guard` lets in beside it.
 
-    `with_keys` says that the orchestrator has keys, so that what does not pass it must be asked about.
+    `with_keys` says that the orchestrator has keys, so that who may see what must be asked.
     """
 
     artifact: Path
@@ -67,7 +67,7 @@ def create_app(options: GatewayOptions) -> Guard:
     model_names = [AUTO, *generators, *dict.fromkeys(adapted), EMBEDDING_MODEL, embedder.name, *others]
     engines = engines_of(tiers)
     created = int((options.artifact / "manifest.json").stat().st_mtime)
-    triton = TritonClient(options.triton_grpc_url)
+    triton = TritonClient(options.triton_grpc_url, with_keys=options.with_keys)
     description = describe()
 
     @asynccontextmanager
@@ -88,8 +88,7 @@ def create_app(options: GatewayOptions) -> Guard:
         return {"id": name, "object": "model", "created": created, "owned_by": "triton-realtime"}
 
     async def check(request: Request, right: str) -> None:
-        if options.with_keys:
-            await triton.limits.check(right, forwarded_headers(request.scope))
+        await triton.limits.check(right, forwarded_headers(request.scope))
 
     async def models(request: Request) -> JSONResponse:
         await check(request, "models")
@@ -115,10 +114,10 @@ def create_app(options: GatewayOptions) -> Guard:
     endpoints: dict[str, ASGIApp] = {
         "/v1/chat/completions": Completions(triton, "chat"),
         "/v1/completions": Completions(triton, "completion"),
-        "/v1/embeddings": Embeddings(triton, embedder, with_keys=options.with_keys),
-        OCR_PATH: Ocr(triton, is_served=has_ocr, with_keys=options.with_keys),
-        TRANSCRIPTIONS_PATH: Transcriptions(triton, speech.transcriber, with_keys=options.with_keys),
-        SPEECH_PATH: Speaking(triton, speech.speaker, with_keys=options.with_keys),
+        "/v1/embeddings": Embeddings(triton, embedder),
+        OCR_PATH: Ocr(triton, is_served=has_ocr),
+        TRANSCRIPTIONS_PATH: Transcriptions(triton, speech.transcriber),
+        SPEECH_PATH: Speaking(triton, speech.speaker),
         "/v1/rt/cache/wrong": CacheOperation(triton, "wrong"),
         "/v1/rt/cache/invalidate": CacheOperation(triton, "invalidate"),
     }
