@@ -138,7 +138,7 @@ def speculation(ground: Ground) -> Comparison:
         rounds = []
         for number in range(ground.num_rounds):
             copy = "Repeat the following text word for word, and say nothing else."
-            prompts = [ground.prompt(f"{copy}\n\n{ground.long_text(COPIED_TOKENS)}") for _ in range(3)]
+            prompts = [ground.prompt(f"{copy}\n\n{ground.long_text(COPIED_TOKENS, ground.number())}") for _ in range(3)]
             first, second = (on, off) if number % 2 == 0 else (off, on)
             rates = {engine is on: run(engine, prompts) for engine in (first, second)}
             rounds.append((rates[True], rates[False]))
@@ -164,7 +164,7 @@ def kv_precision(ground: Ground) -> Comparison:
     ):
         rounds = []
         for number in range(ground.num_rounds):
-            asked = [ask(ground.prompt(ground.long_text(200)), max_tokens) for _ in range(num_streams)]
+            asked = [ask(ground.prompt(ground.long_text(200, ground.number())), max_tokens) for _ in range(num_streams)]
             rates = {}
             for engine in (narrow, wide) if number % 2 == 0 else (wide, narrow):
                 reply = engine.ask({"groups": [asked]})

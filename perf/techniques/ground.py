@@ -56,18 +56,24 @@ class Ground:
         number = self.number()
         return fresh_question(number, number)
 
-    def long_text(self, num_tokens: int) -> str:
-        """Real messages up to so many tokens of the model, with a number in front that is used once."""
-        messages = [row.turns[-1].text for row in read_labelled(PATH) if row.lang == "en"]
-        random.Random(num_tokens).shuffle(messages)
-        text = f"{self.number():06d}."
-        ids = self.tokenizer.encode(text)
-        for message in messages:
-            ids += self.tokenizer.encode(f"\n{message}")
-            text += f"\n{message}"
-            if len(ids) >= num_tokens:
+    @cached_property
+    def questions(self) -> list[str]:
+        """What people asked, in English."""
+        texts = [row.turns[0].text for row in read_labelled(PATH) if row.lang == "en" and len(row.messages) == 1]
+        return [text for text in texts if 40 <= len(text) <= 400]
+
+    def long_text(self, num_tokens: int, seed: int = 0) -> str:
+        """Questions of people, drawn by `seed`: `num_tokens`, or a little more.
+
+        A number in front is used once; for one seed the rest is the same.
+        """
+        texts = [f"{self.number():06d}."]
+        for text in random.Random(seed).sample(self.questions, len(self.questions)):
+            if num_tokens <= 0:
                 break
-        return text
+            texts.append(text)
+            num_tokens -= len(self.tokenizer.encode(text))
+        return "\n".join(texts)
 
     def prompt(self, text: str) -> list[int]:
         """Token ids of `text` as the only user message."""

@@ -8,12 +8,13 @@ import random
 import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from build.router_data import PATH, read_labelled
+from build.router_data import read_labelled
 from perf.cache_speed import QUESTIONS
 from perf.errors import PerfError
 from perf.prompts import script
@@ -153,7 +154,7 @@ def compression(ground: Ground) -> Comparison:
     num_whole: list[int] = []
     with Client(ground.stack) as client, SseConnection(ground.stack.gateway_url) as connection:
         for talk in range(NUM_TALKS):
-            messages = hold_talk(client, talk)
+            messages = hold_talk(client, random.Random(talk).sample(ground.questions, NUM_TURNS))
             say(f"  {talk + 1} of {NUM_TALKS} conversations held")
 
             def fresh(messages: list[dict[str, str]] = messages) -> list[dict[str, str]]:
@@ -187,16 +188,12 @@ def compression(ground: Ground) -> Comparison:
     )
 
 
-def hold_talk(client: Client, number: int) -> list[dict[str, str]]:
-    """A conversation of people's questions and the model's own answers, up to another question."""
-    questions = [row.turns[0].text for row in read_labelled(PATH) if row.lang == "en" and len(row.messages) == 1]
-    chosen = random.Random(number).sample([each for each in questions if 40 <= len(each) <= 200], NUM_TURNS)
-    messages: list[dict[str, str]] = []
-    for question in chosen:
-        messages.append({"role": "user", "content": question})
-        if len(messages) < 2 * NUM_TURNS - 1:
-            _, answer = client.chat(WHOLE_TIER, messages, max_tokens=120)
-            messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+def hold_talk(client: Client, questions: Sequence[str]) -> list[dict[str, str]]:
+    """A conversation of people's questions and the model's own answers, up to the last question."""
+    messages = user(questions[0])
+    for question in questions[1:]:
+        _, answer = client.chat(WHOLE_TIER, messages, max_tokens=120)
+        messages += [{"role": "assistant", "content": answer["choices"][0]["message"]["content"]}, *user(question)]
     return messages
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import struct
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from limits_loopback import Beside
+from tritonclient.grpc import service_pb2
 
 from orchestrator.config import Beside as Places
 from orchestrator.config import Limits
@@ -24,7 +26,7 @@ from orchestrator.errors import (
     RateLimitError,
     UnauthorizedError,
 )
-from orchestrator.limits.client import Place
+from orchestrator.limits.client import MeteredResponses, Place
 from orchestrator.limits.ledger import Amount
 
 ONE = Limits(beside=Places(embedding=1, ocr=1))
@@ -305,5 +307,72 @@ def test_what_a_place_was_cancelled_for_is_what_its_request_fails_with() -> None
         await request.place.cancel(EngineError("another input failed"))
         with pytest.raises(EngineError, match="another input failed"):
             await request.end()
+
+    run(scenario)
+
+
+# --- by the gRPC front -----------------------------------------------------------------------------------------
+
+
+class FakeResponses:
+    """Of a request to `embedding`: one response, and its end."""
+
+    def __init__(self, num_tokens: list[int] | None, error: str = "") -> None:
+        self.go = asyncio.Event()
+        self._response = service_pb2.ModelStreamInferResponse(error_message=error)
+        if num_tokens is not None:
+            self._response.infer_response.outputs.add(name="num_tokens", datatype="INT32", shape=(len(num_tokens), 1))
+            self._response.infer_response.raw_output_contents.append(struct.pack(f"<{len(num_tokens)}i", *num_tokens))
+        elif not error:
+            self._response.infer_response.outputs.add(name="embedding", datatype="FP32", shape=(1, 384))
+            self._response.infer_response.raw_output_contents.append(bytes(1536))
+
+    async def read(self) -> AsyncIterator[Any]:
+        await self.go.wait()
+        yield self._response
+        yield service_pb2.ModelStreamInferResponse()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "error", "used"),
+    [([5, 7], "", Amount(1, 12)), (None, "", Amount(1, 30)), (None, "it failed", Amount(1, 0))],
+)
+def test_responses_bring_the_headers_and_say_what_was_used(
+    num_tokens: list[int] | None, error: str, used: Amount, tmp_path: Path
+) -> None:
+    beside = Beside(tmp_path, a={"tokens_per_minute": 100})
+
+    async def scenario() -> None:
+        responses = FakeResponses(num_tokens, error)
+        responses.go.set()
+        metered = MeteredResponses(beside.client, responses, "embedding", [10, 20], headers("a"))  # type: ignore[arg-type]
+        first, last = [response async for response in metered.read()]
+        assert first.error_message == error
+        names = (
+            [] if error else ["x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"]
+        )
+        assert sorted(first.infer_response.parameters) == names and not last.infer_response.parameters
+        await beside.settled()
+        assert await beside.used("a") == used
+        assert (beside.operations._queues["embedding"].pace.predict_s() == 0.0) == bool(error)
+
+    run(scenario)
+
+
+def test_a_caller_that_cancels_hears_it_at_once_and_what_was_begun_ends() -> None:
+    beside = Beside(limits=ONE)
+
+    async def scenario() -> None:
+        responses = FakeResponses([3])
+        metered = MeteredResponses(beside.client, responses, "embedding", [9], ())  # type: ignore[arg-type]
+        reading = asyncio.create_task(anext(metered.read()))
+        while not beside.num_running["embedding"]:
+            await asyncio.sleep(0.001)
+        await metered.cancel()
+        with pytest.raises(CancelledError):
+            await reading
+        assert beside.num_running["embedding"] == 1
+        responses.go.set()
+        await beside.settled()
 
     run(scenario)
