@@ -131,8 +131,8 @@ def speculation(ground: Ground) -> Comparison:
             reply = engine.ask({"groups": [[ask(ids, COPIED_TOKENS)] for ids in prompts]})
             for ids, answer in zip(prompts, reply["answers"]):
                 pairs.setdefault(tuple(ids), []).append(answer["ids"])
-                if engine is on:  # the first step is the prompt's
-                    step_tokens.extend(len(list(same)) for _, same in list(itertools.groupby(answer["times_s"]))[1:])
+                if engine is on:
+                    step_tokens.extend(decoded_by_step(answer["times_s"]))
             return float(sum(len(answer["ids"]) for answer in reply["answers"]) / reply["seconds"])
 
         rounds = []
@@ -151,6 +151,11 @@ def speculation(ground: Ground) -> Comparison:
         "same_text": round(statistics.mean(first == second for first, second in pairs.values()), 4),
     }
     return Comparison("tokens/s", "higher", rounds, facts)
+
+
+def decoded_by_step(times_s: Sequence[float]) -> list[int]:
+    """The number of tokens of each step after the first, which is the prompt's; those of one step come together."""
+    return [len(list(together)) for _, together in itertools.groupby(times_s)][1:]
 
 
 def kv_precision(ground: Ground) -> Comparison:

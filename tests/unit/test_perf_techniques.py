@@ -26,7 +26,7 @@ from perf.techniques.comparison import (
     shared_prefix,
     tokens_per_step,
 )
-from perf.techniques.engine import in_batches
+from perf.techniques.engine import decoded_by_step, in_batches
 from perf.techniques.engine_worker import run
 from perf.techniques.ground import Ground
 
@@ -87,6 +87,10 @@ def test_steps_that_cannot_be_are_refused() -> None:
     for steps in ([], [0, 1], [6]):
         with pytest.raises(PerfError, match="tokens of a step: 1 to 5 are possible"):
             acceptance_of(steps, 4)
+
+
+def test_tokens_that_come_together_are_of_one_step() -> None:
+    assert decoded_by_step([0.1, 0.2, 0.2, 0.2, 0.3, 0.4, 0.4]) == [3, 1, 2]
 
 
 def test_how_long_two_answers_are_the_same() -> None:
