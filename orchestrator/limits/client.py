@@ -57,9 +57,7 @@ class Place(Waited):
         `work` is never cancelled, for Triton leaks a request that is cancelled as it ends: it shall begin nothing more
         once the place is, and ends by itself.
         """
-        task = asyncio.create_task(work)
-        _working.add(task)
-        task.add_done_callback(_let_go)
+        task = _start(work)
         try:
             await asyncio.wait((task, self._over), return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -68,6 +66,13 @@ class Place(Waited):
         if not task.done():
             self.raise_if_cancelled()
         return await task
+
+
+def _start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    task = asyncio.create_task(work)
+    _working.add(task)
+    task.add_done_callback(_let_go)
+    return task
 
 
 def _let_go(task: asyncio.Task[Any]) -> None:
@@ -115,21 +120,15 @@ class LimitsClient:
                 result = await work()
             place.raise_if_cancelled()
             return result
-        except ApiError as error:
-            place.outcome = error.code
-            try:
-                place.raise_if_cancelled()
-            except ApiError as reason:
-                place.outcome = reason.code
-                raise
-            raise
+        except ApiError as error:  # of a work that was cancelled, mostly that it was
+            ended_by = place.reason or error
+            place.outcome = ended_by.code
+            raise ended_by from error.__cause__
         except BaseException:
             place.outcome = InternalError.code
             raise
         finally:
-            ending_task = asyncio.create_task(self._end(reading, reservation, place))
-            _working.add(ending_task)
-            ending_task.add_done_callback(_let_go)
+            _start(self._end(reading, reservation, place))
 
     async def _end(self, reading: AsyncGenerator[Any, None], reservation: str | None, place: Place) -> None:
         """Settle; where that fails the place is given up, and what was reserved stays as it is."""
