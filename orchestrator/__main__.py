@@ -107,7 +107,6 @@ def _serve(options: argparse.Namespace) -> None:
                 options.grpc_front_host,
                 options.grpc_front_cert,
                 options.grpc_front_key,
-                with_keys=options.keys is not None,
             ),
             ports=Ports(
                 options.port,

@@ -37,7 +37,7 @@ _LOOK_PERIOD_S = 0.05
 # What a generation may take to end when told to.
 _END_TIMEOUT_S = 1.0
 
-# Generates an answer into an output, in its turn among batch requests.
+# Generates an answer into an output, in its turn behind all others.
 Generate = Callable[[Answer, Flight], Awaitable[None]]
 
 

@@ -21,8 +21,7 @@ from orchestrator.errors import (
     TierUnavailableError,
 )
 from orchestrator.generation import EngineClient, Generation
-from orchestrator.limits.keys import Priority
-from orchestrator.limits.queue import Pace, Queue
+from orchestrator.limits.queue import Class, Pace, Queue
 from orchestrator.routing.breaker import Breaker, Passage, Verdict
 from orchestrator.streaming.tokenizer import ChatTokenizer
 from orchestrator.timeouts import TimedEngines
@@ -44,21 +43,22 @@ class Backend:
         self.breaker = Breaker(rules.failures_to_open, rules.open_s)
         self.queue: Queue | None = None
         if any(tier.backend == name and tier.cloud is None for tier in tiers.tier):
-            classes: dict[Priority, int] = {"interactive": limits.max_live_requests, "batch": limits.max_batch_waiting}
+            num = limits.max_batch_waiting
+            classes: dict[Class, int] = {"interactive": limits.max_live_requests, "batch": num, "aside": num}
             self.queue = Queue(limits.max_running_requests, classes)
         self.pace = Pace() if self.queue is None else self.queue.pace
         share = MAX_SHARE if num_backends > 1 else 1.0
         self._max_live = math.ceil(share * limits.max_live_requests)
         self._num_live = 0
 
-    def expect_s(self, priority: Priority, max_tokens: float) -> float:
+    def expect_s(self, priority: Class, max_tokens: float) -> float:
         """Seconds until an answer of at most so many tokens is whole: 0 if nothing is known, infinite if it is full."""
         if self._num_live >= self._max_live:
             return math.inf
         return self.pace.predict_s(max_tokens) if self.queue is None else self.queue.expect_s(priority, max_tokens)
 
     async def generate(
-        self, answer: Answer, flight: Output, way: Way, *, priority: Priority, ends_at_s: float | None
+        self, answer: Answer, flight: Output, way: Way, *, priority: Class, ends_at_s: float | None
     ) -> None:
         """One attempt, when its turn has come: the whole answer, its last event too."""
         if self._num_live >= self._max_live:

@@ -52,6 +52,11 @@ class Waited:
         self._stop = stop
         self.raise_if_cancelled()
 
+    @property
+    def reason(self) -> ApiError | None:
+        """What it was cancelled for; None while it is not."""
+        return self._reason if self.is_cancelled else None
+
     def raise_if_cancelled(self) -> None:
         """Raises what the call was cancelled for: `CancelledError` when the caller left."""
         if self.is_cancelled:

@@ -223,16 +223,35 @@ class Speech(Row):
     speaker: Speaker | None = None
 
 
+NumRunning = Annotated[int, Field(gt=0, le=4096)]
+
+
+class Beside(Row):
+    """How many requests each model that answers beside the orchestrator runs at once; the others wait before it.
+
+    A request to `embedding` has up to 256 texts, 16 of them in Triton at a time; one to `stt` or `tts` has one chunk or
+    sentence there.
+    """
+
+    embedding: NumRunning = 64
+    ocr: NumRunning = 8
+    stt: NumRunning = 4
+    tts: NumRunning = 4
+
+
 class Limits(Row):
     """What one orchestrator instance takes on at once: up to `max_live_requests`, further ones are refused.
 
     Of them each engine model gets up to `max_running_requests`, which should be about its batch: who waits inside an
-    engine cannot be overtaken. The others wait before it, interactive ones first, up to `max_batch_waiting` batch ones.
+    engine cannot be overtaken. The others wait before it, interactive ones first (but of ten turns one is a batch
+    one's), up to `max_batch_waiting` batch ones. So does who waits for one of the models `beside`, of whose requests
+    the live ones are not counted with the others.
     """
 
     max_live_requests: Annotated[int, Field(gt=0, le=4096)] = 256
     max_running_requests: Annotated[int, Field(gt=0, le=4096)] = 64
     max_batch_waiting: Annotated[int, Field(gt=0, le=4096)] = 64
+    beside: Beside = Beside()
 
 
 class Routing(Row):

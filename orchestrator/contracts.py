@@ -73,7 +73,7 @@ SAYS_CANCELS_PARAMETER = "says_cancels"
 # A request parameter: with it, the request is no question but an order to the cache ("wrong" or "invalidate"), its JSON
 # in the place of OpenAI's. The gateway sets it on routes of its own, the gRPC front refuses it.
 CACHE_OPERATION_PARAMETER = "cache_operation"
-# A request parameter: with it, the request is no question but asks about the caller's key ("check", "reserve" or
+# A request parameter: with it, the request is no question but asks about the caller's key ("check", "admit" or
 # "settle", see `orchestrator.limits.operations`), for what does not pass the orchestrator itself. The gRPC front
 # refuses it.
 LIMITS_OPERATION_PARAMETER = "limits_operation"

@@ -245,7 +245,7 @@ class Dispatch:
     async def generate_aside(self, answer: Answer, output: Output) -> None:
         """For nobody: behind all who wait, one attempt."""
         backend = self._backends[answer.tier.backend]
-        await backend.generate(answer, output, self._way, priority="batch", ends_at_s=None)
+        await backend.generate(answer, output, self._way, priority="aside", ends_at_s=None)
 
     def queues(self) -> dict[str, Queue]:
         """Those of the engine models."""

@@ -40,7 +40,7 @@ from orchestrator.errors import (
 from orchestrator.flight import Flight, Flights
 from orchestrator.generation import EngineClient
 from orchestrator.latencies import Latencies
-from orchestrator.limits.deadline import ending, find_end_s
+from orchestrator.limits.deadline import ending, find_deadline
 from orchestrator.limits.gate import Gate, Permit, counts_tokens, may_use, not_allowed, price_of
 from orchestrator.limits.keys import Key
 from orchestrator.limits.ledger import Amount
@@ -105,10 +105,11 @@ class Pipeline:
             tiers = self._find_tiers(request, key)
             output = ride.output = CallerOutput(call, request)
             query = self._read_query(call, request, key, tiers)
-            ends_at_s = find_end_s(call, key)
+            deadline = find_deadline(call, key)
+            ends_at_s = None if deadline is None else deadline.ends_at_s
             is_auto = split_model(request.model)[0] == AUTO
             job = Job(request, len(call.body), tiers, is_auto, key.priority, ends_at_s)
-            with ending(call, ends_at_s):
+            with ending(call, deadline):
                 call.stages.enter("reserve")
                 await self._reserve(ride, job)
                 hit = None

@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from perf.cache_quality import cache_quality
@@ -15,7 +16,7 @@ from perf.errors import PerfError
 from perf.litellm import litellm
 from perf.overhead import overhead
 from perf.quality_drift import quality_drift
-from perf.report import publish
+from perf.report import publish, write_json
 from perf.router_quality import router_quality
 from perf.routing import routing
 from perf.safety_speed import safety_speed
@@ -23,6 +24,7 @@ from perf.speech import speech
 from perf.stack import find_artifact
 from perf.stagger import stagger
 from perf.streams import streams
+from perf.techniques import TECHNIQUES, techniques
 from perf.token_path import token_path
 
 
@@ -86,9 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table, result = cost(options.artifacts, options.target, options.log, options.data, options.requests)
         elif options.command == "safety":
             table, result = safety_speed(options.rounds)
+        elif options.command == "techniques":
+            keep = partial(write_json, options.json)
+            table, result = techniques(options.artifacts, options.only, options.rounds, keep)
         else:
             table, result = cancel(options.artifacts, options.times, options.others)
         publish(table, result, options.json)
+        if result.get("interrupted"):
+            raise KeyboardInterrupt
+        if failed := result.get("failed"):
+            raise PerfError(failed)
     except (PerfError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -161,6 +170,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rounds", type=_count, default=3, help="rounds of each way and number of clients")
     command = add("speech", "how fast questions are spoken and heard, over HTTP")
     command.add_argument("--rounds", type=_count, default=5, help="times that each question is spoken and heard")
+    command = add("techniques", "each technique on against off, in one run")
+    command.add_argument(
+        "--only", nargs="+", choices=TECHNIQUES, default=list(TECHNIQUES), metavar="NAME", help="these alone"
+    )
+    command.add_argument("--rounds", type=_count, default=5, help="of both sides, of each technique")
     command = add("cache-lookup", "the semantic cache's lookup by itself, both stores")
     command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs.jsonl"), metavar="FILE")
     command.add_argument("--sizes", type=_counts, default=[10, 1000, 100_000], help="numbers of entries")

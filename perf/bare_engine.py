@@ -20,13 +20,18 @@ from orchestrator.engines.openvino import OpenVINOStepper
 from perf.worker import answer_requests
 
 
-def load_pipeline(model_folder: Path) -> genai.ContinuousBatchingPipeline:
-    """The library's pipeline with the settings of config.pbtxt, loaded as the engine model loads it."""
+def read_parameters(model_folder: Path) -> dict[str, str]:
+    """The engine's settings in config.pbtxt."""
     config = text_format.Parse((model_folder / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
     parameters = {key: value.string_value for key, value in config.parameters.items()}
     parameters.pop("exclude_input_in_output", None)  # the Triton model's, not the engine's
     parameters["max_batch_size"] = str(config.max_batch_size)
-    return OpenVINOStepper.load(model_folder / "1", parameters)._pipeline
+    return parameters
+
+
+def load_pipeline(model_folder: Path) -> genai.ContinuousBatchingPipeline:
+    """The library's pipeline with the settings of config.pbtxt, loaded as the engine model loads it."""
+    return OpenVINOStepper.load(model_folder / "1", read_parameters(model_folder))._pipeline
 
 
 def generate(pipeline: genai.ContinuousBatchingPipeline, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:

@@ -36,10 +36,15 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 def publish(table: str, result: dict[str, Any], json_path: Path | None) -> None:
     """Print the table, then `result` and the machine as one JSON line; write that to `json_path` too."""
+    print(f"{table}\n\n{write_json(json_path, result)}", flush=True)
+
+
+def write_json(path: Path | None, result: dict[str, Any]) -> str:
+    """`result` and the machine as one JSON line, in the file at `path` if there is one; returns the line."""
     line = json.dumps({**result, "machine": describe_machine()})
-    if json_path is not None:
-        json_path.write_text(line + "\n", encoding="utf-8")
-    print(f"{table}\n\n{line}", flush=True)
+    if path is not None:
+        path.write_text(line + "\n", encoding="utf-8")
+    return line
 
 
 def describe_machine() -> dict[str, Any]:

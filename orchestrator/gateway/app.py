@@ -44,7 +44,7 @@ EMBEDDINGS_PATH = "/v1/embeddings"
 class GatewayOptions:
     """`host` is the address listened on; `allowed_hosts` and `allowed_origins` are what `Guard` lets in beside it.
 
-    `with_keys` says that the orchestrator has keys, so that what does not pass it must be asked about.
+    `with_keys` says that the orchestrator has keys, so that who may see what must be asked.
     """
 
     artifact: Path
@@ -72,7 +72,7 @@ def create_app(options: GatewayOptions) -> Guard:
     paths |= dict.fromkeys([TTS_MODEL, speech.speaker.name], SPEECH_PATH) if speech.speaker else {}
     engines = engines_of(tiers)
     created = int((options.artifact / "manifest.json").stat().st_mtime)
-    triton = TritonClient(options.triton_grpc_url)
+    triton = TritonClient(options.triton_grpc_url, with_keys=options.with_keys)
     description = describe()
 
     @asynccontextmanager
@@ -94,8 +94,7 @@ def create_app(options: GatewayOptions) -> Guard:
         return {**facts, "rt": {"path": paths[name]}}
 
     async def check(request: Request, right: str) -> None:
-        if options.with_keys:
-            await triton.limits.check(right, forwarded_headers(request.scope))
+        await triton.limits.check(right, forwarded_headers(request.scope))
 
     async def models(request: Request) -> JSONResponse:
         await check(request, "models")
@@ -121,10 +120,10 @@ def create_app(options: GatewayOptions) -> Guard:
     endpoints: dict[str, ASGIApp] = {
         CHAT_PATH: Completions(triton, "chat"),
         "/v1/completions": Completions(triton, "completion"),
-        EMBEDDINGS_PATH: Embeddings(triton, embedder, with_keys=options.with_keys),
-        OCR_PATH: Ocr(triton, is_served=has_ocr, with_keys=options.with_keys),
-        TRANSCRIPTIONS_PATH: Transcriptions(triton, speech.transcriber, with_keys=options.with_keys),
-        SPEECH_PATH: Speaking(triton, speech.speaker, with_keys=options.with_keys),
+        EMBEDDINGS_PATH: Embeddings(triton, embedder),
+        OCR_PATH: Ocr(triton, is_served=has_ocr),
+        TRANSCRIPTIONS_PATH: Transcriptions(triton, speech.transcriber),
+        SPEECH_PATH: Speaking(triton, speech.speaker),
         "/v1/rt/cache/wrong": CacheOperation(triton, "wrong"),
         "/v1/rt/cache/invalidate": CacheOperation(triton, "invalidate"),
     }

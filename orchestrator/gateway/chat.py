@@ -11,13 +11,13 @@ from starlette.types import Receive, Scope, Send
 from orchestrator.errors import ApiError, EngineError, InvalidRequestError, ShuttingDownError
 from orchestrator.gateway.messages import (
     ClientLeft,
+    attended,
     encode_error,
     encode_headers,
     forwarded_headers,
     read_json_body,
     send_error,
     send_json,
-    wait_until_client_leaves,
 )
 from orchestrator.gateway.metrics import EVENTS, LIVE_STREAMS, TTFT_S
 from orchestrator.gateway.triton_client import EventStream, TritonClient
@@ -51,11 +51,8 @@ class Completions:
             await send_error(send, error)
             return
         events = self._triton.open(body, forwarded_headers(scope))
-        leaving = asyncio.create_task(_cancel_when_client_leaves(receive, events))
-        try:
+        async with attended(receive, events.cancel):  # whose end then ends the relay
             await (_relay_stream(events, send, started_s) if stream else _relay_answer(events, send))
-        finally:
-            leaving.cancel()
 
 
 async def _relay_answer(events: EventStream, send: Send) -> None:
@@ -106,10 +103,3 @@ async def _relay_stream(events: EventStream, send: Send, started_s: float) -> No
             EVENTS.inc(num_events)
             LIVE_STREAMS.dec()
     await send({"type": "http.response.body", "body": b"data: " + last + b"\n\n"})
-
-
-async def _cancel_when_client_leaves(receive: Receive, events: EventStream) -> None:
-    """Ends the generation, whose end then ends the relay."""
-    await wait_until_client_leaves(receive)
-    with contextlib.suppress(ApiError):  # a broken stream ends the relay itself
-        await events.cancel()

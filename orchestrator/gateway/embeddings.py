@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,17 +16,10 @@ from orchestrator.contracts import EMBEDDING_MODEL
 from orchestrator.embedding.request import Input, parse_embedding_request
 from orchestrator.embedding.window import choose_length, most_tokens, pad
 from orchestrator.errors import ApiError, InvalidRequestError
-from orchestrator.gateway.messages import (
-    ClientLeft,
-    encode_headers,
-    forwarded_headers,
-    look_at,
-    read_json_body,
-    send_error,
-    send_json,
-    wait_until_client_leaves,
-)
+from orchestrator.gateway.messages import attended, forwarded_headers, read_json_body
+from orchestrator.gateway.places import Answer, send_answer
 from orchestrator.gateway.triton_client import TritonClient
+from orchestrator.limits.client import Place
 
 # Of one HTTP request: enough to fill two of Triton's batches, and few enough that a short text of somebody else, which
 # queues behind them, does not wait for 256 long ones.
@@ -40,39 +33,29 @@ class Embedding(NamedTuple):
     num_tokens: int
 
 
-@dataclass
-class _Done:
-    """What was embedded so far."""
-
-    num_tokens: int = 0
-
-
 class Embeddings:
     """An ASGI endpoint. For a client that leaves no further input is begun, and he pays for those that are done."""
 
-    def __init__(self, triton: TritonClient, embedder: Embedder, *, with_keys: bool) -> None:
+    def __init__(self, triton: TritonClient, embedder: Embedder) -> None:
         self._triton = triton
         self._embedder = embedder
-        self._with_keys = with_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reservation, done = None, _Done()
-        try:
-            body = await read_json_body(scope, receive)
-            request, inputs = parse_embedding_request(body, self._embedder)
-            if self._with_keys:
-                lengths = [most_tokens(given) for given in inputs]
-                reservation = await self._triton.limits.reserve(EMBEDDING_MODEL, lengths, forwarded_headers(scope))
-            is_list = isinstance(request.input, list) and not isinstance(request.input[0], int)
-            embeddings = await self._embed_all(inputs, is_list, receive, done)
-        except ClientLeft:
-            return
-        except ApiError as error:
-            await send_error(send, error)
-            return
-        finally:
-            if reservation is not None:
-                self._triton.limits.settle(reservation, done.num_tokens)
+        place = Place()
+        await send_answer(send, place, self._answer(scope, receive, place))
+
+    async def _answer(self, scope: Scope, receive: Receive, place: Place) -> Answer:
+        request, inputs = parse_embedding_request(await read_json_body(scope, receive), self._embedder)
+        is_list = isinstance(request.input, list) and not isinstance(request.input[0], int)
+        lengths = [most_tokens(given) for given in inputs]
+        async with attended(receive, place.cancel):
+            embeddings = await self._triton.limits.serve(
+                place,
+                EMBEDDING_MODEL,
+                lengths,
+                forwarded_headers(scope),
+                partial(self._embed_all, inputs, is_list, place),
+            )
         encode = _to_base64 if request.encoding_format == "base64" else _to_floats
         num_tokens = sum(embedding.num_tokens for embedding in embeddings)
         answer = {
@@ -84,35 +67,31 @@ class Embeddings:
             "model": self._embedder.name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
-        headers = {} if reservation is None else reservation.headers
-        await send_json(send, 200, json.dumps(answer).encode(), encode_headers(headers))
+        return Answer(json.dumps(answer).encode())
 
-    async def _embed_all(self, inputs: list[Input], is_list: bool, receive: Receive, done: _Done) -> list[Embedding]:
-        """In their order. Raises the first `ApiError`, or `ClientLeft`."""
+    async def _embed_all(self, inputs: list[Input], is_list: bool, place: Place) -> list[Embedding]:
+        """In their order. The first `ApiError` cancels the place, so that no further one is begun."""
         slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+        place.num_tokens = num_tokens = 0
 
         async def embed(index: int) -> Embedding:
+            nonlocal num_tokens
             async with slots:
-                # Shielded: what Triton has begun, it finishes; it leaks a request that is cancelled as it ends.
-                one = asyncio.create_task(self._embed(inputs[index], f"input[{index}]" if is_list else "input"))
-                one.add_done_callback(look_at)
-                embedding = await asyncio.shield(one)
-                done.num_tokens += embedding.num_tokens
+                place.raise_if_cancelled()
+                try:
+                    embedding = await self._embed(inputs[index], f"input[{index}]" if is_list else "input")
+                except ApiError as error:
+                    await place.cancel(error)
+                    raise
+                place.num_tokens = num_tokens = num_tokens + embedding.num_tokens
                 return embedding
 
-        tasks = [asyncio.create_task(embed(index)) for index in range(len(inputs))]
-        all_done = asyncio.gather(*tasks)
-        all_done.add_done_callback(look_at)
-        leaving = asyncio.create_task(wait_until_client_leaves(receive))
-        try:
-            await asyncio.wait((all_done, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not all_done.done():
-                raise ClientLeft
-            return await all_done
-        finally:
-            for task in tasks:  # a gathering that failed does not cancel the others any more
-                task.cancel()
-            leaving.cancel()
+        # All that was begun is awaited, also if one has failed.
+        done = await asyncio.gather(*map(embed, range(len(inputs))), return_exceptions=True)
+        for failed in done:
+            if isinstance(failed, BaseException):
+                raise failed
+        return [embedding for embedding in done if isinstance(embedding, Embedding)]
 
     async def _embed(self, given: Input, field: str) -> Embedding:
         if isinstance(given, str):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
 from starlette.types import Receive, Scope, Send
 
@@ -16,7 +16,7 @@ from orchestrator.request import MAX_REQUEST_BYTES
 
 Headers = Iterable[tuple[bytes, bytes]]
 
-_JSON = b"application/json"
+JSON = b"application/json"
 
 
 _FORWARDED = {name.encode() for name in FORWARDED_HEADERS}
@@ -44,7 +44,7 @@ async def read_json_body(scope: Scope, receive: Receive) -> bytes:
 
     Raises `UnsupportedMediaTypeError` when it is not declared as JSON, and what `read_body` raises.
     """
-    if (content_type := dict(scope["headers"]).get(b"content-type", b"")) != _JSON:
+    if (content_type := dict(scope["headers"]).get(b"content-type", b"")) != JSON:
         _check_media_type(content_type)
     return await read_body(scope, receive, MAX_REQUEST_BYTES)
 
@@ -76,16 +76,21 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
             return b"".join(parts)
 
 
-async def wait_until_client_leaves(receive: Receive) -> None:
-    """For when the body was read: nothing else is to come."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+@contextlib.asynccontextmanager
+async def attended(receive: Receive, cancel: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """While the block runs, `cancel` is called if the client leaves. For when the body was read: no more is to come."""
 
+    async def wait() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        with contextlib.suppress(ApiError):  # a broken stream ends the answer itself
+            await cancel()
 
-def look_at(done: asyncio.Future[Any]) -> None:
-    """For what nobody may wait for any more: else asyncio logs its failure."""
-    if not done.cancelled():
-        done.exception()
+    waiting = asyncio.create_task(wait())
+    try:
+        yield
+    finally:
+        waiting.cancel()
 
 
 def _check_media_type(content_type: bytes) -> None:
@@ -94,7 +99,7 @@ def _check_media_type(content_type: bytes) -> None:
     charsets = [
         value.strip(b'"') for name, _, value in (part.partition(b"=") for part in parameters) if name == b"charset"
     ]
-    if media_type != _JSON or charsets not in ([], [b"utf-8"]):
+    if media_type != JSON or charsets not in ([], [b"utf-8"]):
         raise UnsupportedMediaTypeError(
             f"content-type: {quote(content_type)} is not allowed; the body must be JSON and say so: application/json"
         )
@@ -106,10 +111,12 @@ def quote(value: bytes) -> str:
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send(
-        {"type": "http.response.start", "status": status, "headers": [(b"content-type", _JSON), length, *headers]}
-    )
+    await send_body(send, status, body, JSON, headers)
+
+
+async def send_body(send: Send, status: int, body: bytes, media_type: bytes, headers: Headers = ()) -> None:
+    head = [(b"content-type", media_type), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.contracts import OCR_MODEL
-from orchestrator.errors import (
-    ApiError,
-    ModelNotFoundError,
-    OverloadedError,
-    RequestTooLargeError,
-    shorten,
-)
+from orchestrator.errors import ModelNotFoundError, RequestTooLargeError, shorten
 from orchestrator.gateway.errors import UnsupportedMediaTypeError
 from orchestrator.gateway.forms import read_form, refuse_field
-from orchestrator.gateway.messages import (
-    ClientLeft,
-    encode_headers,
-    forwarded_headers,
-    look_at,
-    quote,
-    read_body,
-    send_error,
-    send_json,
-    wait_until_client_leaves,
-)
+from orchestrator.gateway.messages import attended, forwarded_headers, quote
+from orchestrator.gateway.places import Answer, Room, send_answer
 from orchestrator.gateway.triton_client import TritonClient
+from orchestrator.limits.client import Place
 
 OCR_PATH = "/v1/ocr"
 FILE_FIELD = "file"
@@ -35,8 +21,7 @@ MODEL_FIELD = "model"
 # A page at 300 dots an inch in colours is some 15 MB as PNG.
 MAX_IMAGE_BYTES = 16 << 20
 MAX_BODY_BYTES = MAX_IMAGE_BYTES + (64 << 10)  # with what a form puts around it
-# Bodies that are held at a time, all requests together.
-MAX_HELD_BYTES = 16 * MAX_BODY_BYTES
+NUM_BODIES = 16  # of this size that are held at a time, all requests together
 
 FORM = "multipart/form-data"
 RAW = ("image/png", "image/jpeg", "image/webp", "application/octet-stream")
@@ -45,67 +30,32 @@ RAW = ("image/png", "image/jpeg", "image/webp", "application/octet-stream")
 class Ocr:
     """An ASGI endpoint. What Triton has begun for a client that then leaves, it finishes."""
 
-    def __init__(self, triton: TritonClient, *, is_served: bool, with_keys: bool) -> None:
+    def __init__(self, triton: TritonClient, *, is_served: bool) -> None:
         """`is_served` says that the artifact has the model; without it every request is refused."""
         self._triton = triton
         self._is_served = is_served
-        self._with_keys = with_keys
-        self._num_held_bytes = 0
-        self._asked: set[asyncio.Task[bytes]] = set()
+        self._room = Room(MAX_BODY_BYTES, NUM_BODIES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reservation = None
-        try:
-            media_type = check_media_type(dict(scope["headers"]).get(b"content-type", b""))
-            if not self._is_served:
-                raise ModelNotFoundError(
-                    f"model: this server has no model {OCR_MODEL!r}; target cpu has", param="model"
-                )
-            if self._with_keys:  # before the body: nobody without a key makes us hold one
-                reservation = await self._triton.limits.reserve(OCR_MODEL, (), forwarded_headers(scope))
-            answer = await self._read(scope, receive, media_type)
-        except ClientLeft:
-            return
-        except ApiError as error:
-            await send_error(send, error)
-            return
-        finally:
-            if reservation is not None:
-                self._triton.limits.settle(reservation, 0)
-        await send_json(send, 200, answer, encode_headers({} if reservation is None else reservation.headers))
+        place = Place()
+        await send_answer(send, place, self._answer(scope, receive, place))
 
-    async def _read(self, scope: Scope, receive: Receive, media_type: str) -> bytes:
-        headers = dict(scope["headers"])
-        # Without a length, or with a length that is refused, it is at most this.
-        num_bytes = min(int(headers.get(b"content-length", MAX_BODY_BYTES)), MAX_BODY_BYTES)
-        if self._num_held_bytes + num_bytes > MAX_HELD_BYTES:
-            raise OverloadedError("many images are being read; try again later", headers={"retry-after": "1"})
-        self._num_held_bytes += num_bytes
-        asked = None
-        try:
-            body = await read_body(scope, receive, MAX_BODY_BYTES)
-            image = await read_image(body, headers[b"content-type"]) if media_type == FORM else body
+    async def _answer(self, scope: Scope, receive: Receive, place: Place) -> Answer:
+        content_type = dict(scope["headers"]).get(b"content-type", b"")
+        media_type = check_media_type(content_type)
+        if not self._is_served:
+            raise ModelNotFoundError(f"model: this server has no model {OCR_MODEL!r}; target cpu has", param="model")
+        headers = forwarded_headers(scope)
+        await self._triton.limits.check(OCR_MODEL, headers)  # nobody without a key makes us hold a body
+        async with self._room.read(scope, receive) as body:
+            image = await read_image(body, content_type) if media_type == FORM else body
             check_image(image)
-            asked = asyncio.create_task(self._triton.read_image(image))
-        finally:
-            if asked is None:
-                self._num_held_bytes -= num_bytes
-
-        def ended(task: asyncio.Task[bytes]) -> None:
-            self._num_held_bytes -= num_bytes
-            self._asked.discard(task)
-            look_at(task)
-
-        self._asked.add(asked)
-        asked.add_done_callback(ended)
-        leaving = asyncio.create_task(wait_until_client_leaves(receive))
-        try:
-            await asyncio.wait((asked, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
-                raise ClientLeft
-            return await asked
-        finally:
-            leaving.cancel()
+            async with attended(receive, place.cancel):
+                return Answer(
+                    await self._triton.limits.serve(
+                        place, OCR_MODEL, (), headers, partial(self._triton.read_image, image)
+                    )
+                )
 
 
 def check_media_type(content_type: bytes) -> str:

@@ -27,6 +27,12 @@ from orchestrator.gateway.transcriptions import TRANSCRIPTIONS_PATH
 _FILE_BODY_BYTES = {OCR_PATH: MAX_IMAGE_BODY_BYTES, TRANSCRIPTIONS_PATH: MAX_SOUND_BODY_BYTES}
 
 
+_HALF_CLOSED = (
+    "the sending side of the connection was closed before the answer, which means here that nobody waits for it; "
+    "keep it open until the answer is whole"
+)
+
+
 class Limits(NamedTuple):
     """Per connection. A request's own size is its route's matter."""
 
@@ -108,6 +114,14 @@ class Protocol(HttpToolsProtocol):
         if self.timeout_keep_alive_task is None and (not self._has_begun or self.cycle.response_complete):
             self._wait_for_request()
 
+    def eof_received(self) -> None:
+        """The client has closed its side, which is all that is seen of one that leaves: so it has left.
+
+        One that would still read is told so, unless an answer has begun; asyncio closes the connection.
+        """
+        if self._is_reading or (self._has_begun and not self.cycle.response_started):
+            self._refuse(InvalidRequestError(_HALF_CLOSED), is_counted=False)
+
     # --- the parser's calls ---
 
     def on_message_begin(self) -> None:
@@ -185,7 +199,7 @@ class Protocol(HttpToolsProtocol):
             f"{self.limits.num_headers} headers, are allowed"
         )
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse(self, error: ApiError, *, is_counted: bool = True) -> None:
         """Answer, unless an answer to this request has begun, and close."""
         if self.transport.is_closing():
             return
@@ -204,7 +218,8 @@ class Protocol(HttpToolsProtocol):
             + b": %b\r\nconnection: close\r\n\r\n" % request_id
             + body
         )
-        count_answer(OTHER_ROUTE, error.status)
+        if is_counted:
+            count_answer(OTHER_ROUTE, error.status)
         self._close()
 
     def _close(self) -> None:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 import numpy as np
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from orchestrator.config import Speaker
 from orchestrator.contracts import TTS_MODEL
 from orchestrator.errors import ApiError, CancelledError, EngineError
 from orchestrator.gateway.messages import (
     ClientLeft,
+    attended,
     encode_headers,
     forwarded_headers,
     read_json_body,
     send_error,
-    wait_until_client_leaves,
 )
 from orchestrator.gateway.triton_client import Sound, TritonClient
+from orchestrator.limits.client import Place
 from orchestrator.voice.request import SpeechRequest, parse_speech_request
 from orchestrator.voice.speaking import wav_header
 
@@ -33,54 +34,47 @@ _MEDIA_TYPES = {"wav": b"audio/wav", "pcm": b"audio/pcm"}
 class Speaking:
     """An ASGI endpoint. For a client that leaves, what is being spoken ends after its sentence."""
 
-    def __init__(self, triton: TritonClient, speaker: Speaker | None, *, with_keys: bool) -> None:
+    def __init__(self, triton: TritonClient, speaker: Speaker | None) -> None:
         """Without a `speaker` every request is refused."""
         self._triton = triton
         self._speaker = speaker
-        self._with_keys = with_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers: dict[str, str] = {}
+        place, has_begun = Place(), False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
             request = parse_speech_request(await read_json_body(scope, receive), self._speaker)
-            if self._with_keys:
-                reservation = await self._triton.limits.reserve(TTS_MODEL, (), forwarded_headers(scope))
-                self._triton.limits.settle(reservation, 0)
-                headers = dict(reservation.headers)
-        except ClientLeft:
+            async with attended(receive, place.cancel):
+                await self._triton.limits.serve(
+                    place, TTS_MODEL, (), forwarded_headers(scope), partial(self._speak, request, place, send_noted)
+                )
+        except (ClientLeft, CancelledError):  # nobody reads on
             return
         except ApiError as error:
+            if has_begun:
+                raise  # the connection is cut, so that the file does not look whole
             await send_error(send, error)
-            return
+
+    async def _speak(self, request: SpeechRequest, place: Place, send: Send) -> None:
+        """Headers wait for the first sound, so that an error before it has its own status."""
         sound = self._triton.speak(request.input, request.speed)
-        leaving = asyncio.create_task(_cancel_when_client_leaves(receive, sound))
-        try:
-            await _relay(request, sound, send, headers)
-        finally:
-            leaving.cancel()
-
-
-async def _relay(request: SpeechRequest, sound: Sound, send: Send, headers: dict[str, str]) -> None:
-    """Headers wait for the first sound, so that an error before it has its own status."""
-    has_begun = False
-    try:
+        place.on_cancel(sound.cancel)
+        has_begun = False
         async with contextlib.aclosing(_encode(request.response_format, sound)) as encoding:
             async for part in encoding:
                 if not has_begun:
-                    head = [(b"content-type", _MEDIA_TYPES[request.response_format]), *encode_headers(headers)]
-                    await send({"type": "http.response.start", "status": 200, "headers": head})
                     has_begun = True
+                    head = [(b"content-type", _MEDIA_TYPES[request.response_format]), *encode_headers(place.headers)]
+                    await send({"type": "http.response.start", "status": 200, "headers": head})
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         if not has_begun:
             raise EngineError("tts ended without a sound")
-    except CancelledError:  # nobody reads on
-        return
-    except ApiError as error:
-        if has_begun:
-            raise  # the connection is cut, so that the file does not look whole
-        await send_error(send, error)
-        return
-    await send({"type": "http.response.body", "body": b""})
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def _encode(response_format: str, sound: Sound) -> AsyncGenerator[bytes, None]:
@@ -100,10 +94,3 @@ async def _encode(response_format: str, sound: Sound) -> AsyncGenerator[bytes, N
             yield resampler.resample_chunk(np.frombuffer(pcm, "<i2")).tobytes()
     if resampler is not None:
         yield resampler.resample_chunk(np.empty(0, np.int16), last=True).tobytes()
-
-
-async def _cancel_when_client_leaves(receive: Receive, sound: Sound) -> None:
-    """Ends the speaking, whose end then ends the relay."""
-    await wait_until_client_leaves(receive)
-    with contextlib.suppress(ApiError):  # a broken stream ends the relay itself
-        await sound.cancel()

@@ -5,27 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.config import Transcriber
 from orchestrator.contracts import SAMPLE_RATE_HZ, STT_MODEL
-from orchestrator.errors import ApiError, OverloadedError, RequestTooLargeError
+from orchestrator.errors import RequestTooLargeError
 from orchestrator.gateway.errors import UnsupportedMediaTypeError
 from orchestrator.gateway.forms import read_form
-from orchestrator.gateway.messages import (
-    ClientLeft,
-    Headers,
-    encode_headers,
-    forwarded_headers,
-    look_at,
-    quote,
-    read_body,
-    send_error,
-    wait_until_client_leaves,
-)
+from orchestrator.gateway.messages import JSON, attended, forwarded_headers, quote
+from orchestrator.gateway.places import Answer, Room, send_answer
 from orchestrator.gateway.triton_client import TritonClient
+from orchestrator.limits.client import Place
 from orchestrator.voice.chunks import Chunk, cut_chunks
 from orchestrator.voice.recording import Recording
 from orchestrator.voice.request import TranscriptionRequest, check_model, parse_transcription_request
@@ -36,11 +29,10 @@ TRANSCRIPTIONS_PATH = "/v1/audio/transcriptions"
 FILE_FIELD = "file"
 MAX_FILE_BYTES = 25 << 20  # OpenAI's limit
 MAX_BODY_BYTES = MAX_FILE_BYTES + (64 << 10)  # with what a form puts around it
-# Bodies that are held at a time, all requests together.
-MAX_HELD_BYTES = 8 * MAX_BODY_BYTES
+NUM_BODIES = 8  # of this size that are held at a time, all requests together
 
 FORM = b"multipart/form-data"
-_MEDIA_TYPES = {"json": b"application/json", "verbose_json": b"application/json", "vtt": b"text/vtt; charset=utf-8"}
+_MEDIA_TYPES = {"json": JSON, "verbose_json": JSON, "vtt": b"text/vtt; charset=utf-8"}
 _PLAIN = b"text/plain; charset=utf-8"
 _LANGUAGES = {"en": "english"}  # OpenAI names them here
 
@@ -50,45 +42,26 @@ class Transcriptions:
     leaves no further one is begun.
     """
 
-    def __init__(self, triton: TritonClient, transcriber: Transcriber | None, *, with_keys: bool) -> None:
+    def __init__(self, triton: TritonClient, transcriber: Transcriber | None) -> None:
         """Without a `transcriber` every request is refused."""
         self._triton = triton
         self._transcriber = transcriber
-        self._with_keys = with_keys
-        self._num_held_bytes = 0
-        self._asked: set[asyncio.Task[bytes]] = set()
+        self._room = Room(MAX_BODY_BYTES, NUM_BODIES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reservation = None
-        try:
-            content_type = dict(scope["headers"]).get(b"content-type", b"")
-            if content_type.partition(b";")[0].strip().lower() != FORM:
-                raise UnsupportedMediaTypeError(
-                    f"content-type: {quote(content_type)} is not allowed; send a form, as {FORM.decode()}"
-                )
-            check_model(STT_MODEL, STT_MODEL, self._transcriber, "transcribes")
-            if self._with_keys:  # before the body: nobody without a key makes us hold one
-                reservation = await self._triton.limits.reserve(STT_MODEL, (), forwarded_headers(scope))
-            media_type, answer = await self._answer(scope, receive, content_type)
-        except ClientLeft:
-            return
-        except ApiError as error:
-            await send_error(send, error)
-            return
-        finally:
-            if reservation is not None:
-                self._triton.limits.settle(reservation, 0)
-        await _send(send, media_type, answer, encode_headers({} if reservation is None else reservation.headers))
+        place = Place()
+        await send_answer(send, place, self._answer(scope, receive, place))
 
-    async def _answer(self, scope: Scope, receive: Receive, content_type: bytes) -> tuple[bytes, bytes]:
-        # Without a length, or with a length that is refused, it is at most this.
-        length = int(dict(scope["headers"]).get(b"content-length", MAX_BODY_BYTES))
-        num_bytes = min(length, MAX_BODY_BYTES)
-        if self._num_held_bytes + num_bytes > MAX_HELD_BYTES:
-            raise OverloadedError("many recordings are being heard; try again later", headers={"retry-after": "1"})
-        self._num_held_bytes += num_bytes
-        try:
-            body = await read_body(scope, receive, MAX_BODY_BYTES)
+    async def _answer(self, scope: Scope, receive: Receive, place: Place) -> Answer:
+        content_type = dict(scope["headers"]).get(b"content-type", b"")
+        if content_type.partition(b";")[0].strip().lower() != FORM:
+            raise UnsupportedMediaTypeError(
+                f"content-type: {quote(content_type)} is not allowed; send a form, as {FORM.decode()}"
+            )
+        check_model(STT_MODEL, STT_MODEL, self._transcriber, "transcribes")
+        headers = forwarded_headers(scope)
+        await self._triton.limits.check(STT_MODEL, headers)  # nobody without a key makes us hold a body
+        async with self._room.read(scope, receive) as body:
             form = await read_form(body, content_type, FILE_FIELD)
             del body
             request = parse_transcription_request(form.fields, self._transcriber)
@@ -96,39 +69,26 @@ class Transcriptions:
                 raise RequestTooLargeError(
                     f"{FILE_FIELD}: has {len(form.file)} bytes; at most {MAX_FILE_BYTES} are allowed", param=FILE_FIELD
                 )
-            duration_s, segments = await self._transcribe(form.file, request.temperature, receive)
-        finally:
-            self._num_held_bytes -= num_bytes
+            async with attended(receive, place.cancel):
+                duration_s, segments = await self._triton.limits.serve(
+                    place, STT_MODEL, (), headers, partial(self._transcribe, form.file, request.temperature, place)
+                )
         assert self._transcriber is not None
         media_type = _MEDIA_TYPES.get(request.response_format, _PLAIN)
-        return media_type, _format(request, duration_s, segments, self._transcriber.language).encode()
+        return Answer(_format(request, duration_s, segments, self._transcriber.language).encode(), media_type)
 
-    async def _transcribe(self, file: bytes, temperature: float, receive: Receive) -> tuple[float, list[Segment]]:
+    async def _transcribe(self, file: bytes, temperature: float, place: Place) -> tuple[float, list[Segment]]:
         """Seconds of sound, and what was said."""
-        leaving = asyncio.create_task(wait_until_client_leaves(receive))
-        try:
-            recording = await asyncio.to_thread(Recording, file, FILE_FIELD)
-            chunks = cut_chunks(recording.read())
-            segments: list[Segment] = []
-            end_s = 0.0
-            while (chunk := await asyncio.to_thread(_next, chunks)) is not None:
-                text = await self._ask(chunk, temperature, leaving)
-                segments = join(segments, decode_segments(text, chunk.start_s), chunk.start_s, end_s)
-                end_s = chunk.start_s + len(chunk.audio) / SAMPLE_RATE_HZ
-            return recording.duration_s, segments
-        finally:
-            leaving.cancel()
-
-    async def _ask(self, chunk: Chunk, temperature: float, leaving: asyncio.Task[None]) -> bytes:
-        # Not cancelled: what Triton has begun, it finishes; it leaks a request that is cancelled as it ends.
-        asked = asyncio.create_task(self._triton.transcribe(chunk.audio.tobytes(), temperature))
-        self._asked.add(asked)
-        asked.add_done_callback(self._asked.discard)
-        asked.add_done_callback(look_at)
-        await asyncio.wait((asked, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
-            raise ClientLeft
-        return await asked
+        recording = await asyncio.to_thread(Recording, file, FILE_FIELD)
+        chunks = cut_chunks(recording.read())
+        segments: list[Segment] = []
+        end_s = 0.0
+        while (chunk := await asyncio.to_thread(_next, chunks)) is not None:
+            place.raise_if_cancelled()
+            text = await self._triton.transcribe(chunk.audio.tobytes(), temperature)
+            segments = join(segments, decode_segments(text, chunk.start_s), chunk.start_s, end_s)
+            end_s = chunk.start_s + len(chunk.audio) / SAMPLE_RATE_HZ
+        return recording.duration_s, segments
 
 
 def _next(chunks: Iterator[Chunk]) -> Chunk | None:
@@ -176,10 +136,3 @@ def _segment(index: int, segment: Segment) -> dict[str, Any]:
         "compression_ratio": segment.compression_ratio,
         "no_speech_prob": segment.no_speech_prob,
     }
-
-
-async def _send(send: Send, media_type: bytes, body: bytes, headers: Headers) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    head = [(b"content-type", media_type), length, *headers]
-    await send({"type": "http.response.start", "status": 200, "headers": head})
-    await send({"type": "http.response.body", "body": body})

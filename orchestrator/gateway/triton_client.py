@@ -21,10 +21,13 @@ from orchestrator.wire import add_floats, add_number, add_row, add_string, find_
 class TritonClient:
     """For one event loop; `close` it there."""
 
-    def __init__(self, url: str) -> None:
-        """`url` is host:port of Triton's gRPC service; nothing is sent before the first request."""
+    def __init__(self, url: str, *, with_keys: bool) -> None:
+        """`url` is host:port of Triton's gRPC service; nothing is sent before the first request.
+
+        `with_keys` says that the orchestrator has keys.
+        """
         self._streams = InferStreams(url)
-        self.limits = LimitsClient(self._streams)
+        self.limits = LimitsClient(self._streams, with_keys=with_keys)
 
     async def close(self) -> None:
         await self._streams.close()

@@ -24,7 +24,6 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=9001, help="port to listen on (%(default)s)")
     parser.add_argument("--cert", type=Path, help="TLS certificate chain, PEM; with --key")
     parser.add_argument("--key", type=Path, help="its private key, PEM")
-    parser.add_argument("--with-keys", action="store_true", help="the orchestrator has keys: ask it about callers")
     parser.add_argument("--drain-timeout-s", type=int, default=30, help="time live requests get to end (%(default)s)")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -36,7 +35,7 @@ def main() -> None:
 async def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM, then drain."""
     streams = InferStreams(args.triton_grpc)
-    front = Front(streams, Served.read(args.artifact), with_keys=args.with_keys)
+    front = Front(streams, Served.read(args.artifact))
     server = Server(front)
     address = f"{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
     if args.cert is None:

@@ -33,15 +33,15 @@ AnyResponses = Responses | MeteredResponses
 
 
 class Upstream(NamedTuple):
-    """The way to Triton; `limits` where the orchestrator has keys, to ask about what does not pass it.
+    """The way to Triton, by way of `limits` for what does not pass the orchestrator.
 
     `max_batch` is the most texts that a request to the embedder may hold, `models` are the public ones that there are.
     """
 
     streams: InferStreams
+    limits: LimitsClient
     max_batch: int
     models: tuple[str, ...]
-    limits: LimitsClient | None = None
 
 
 def parse(kind: type[Message], data: bytes) -> Any:
@@ -73,7 +73,7 @@ def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyRe
             request.parameters[name].string_param = value
     wants_end = ask_for_end(request)
     responses = Responses(upstream.streams, request)
-    if upstream.limits is None or request.model_name == ORCHESTRATOR_MODEL:
+    if request.model_name == ORCHESTRATOR_MODEL:
         return responses, wants_end
     headers = [
         (name, request.parameters[name].string_param) for name in FORWARDED_HEADERS if name in request.parameters

@@ -122,12 +122,10 @@ class Served:
 class Front:
     """The handlers of every call of Triton's service. Messages come as bytes and are parsed by the handlers."""
 
-    def __init__(self, streams: InferStreams, served: Served, *, with_keys: bool = False) -> None:
-        """`with_keys` says that the orchestrator has keys, so that what does not pass it must be asked about."""
+    def __init__(self, streams: InferStreams, served: Served) -> None:
         self._streams = streams
         self._served = served
-        limits = LimitsClient(streams) if with_keys else None
-        self._upstream = Upstream(streams, served.max_batch, served.models, limits)
+        self._upstream = Upstream(streams, LimitsClient(streams), served.max_batch, served.models)
         self._relays: set[StreamRelay] = set()
         answered = {name: _unary(self._ask(name)) for name in _ASKED} | {
             "ModelInfer": _unary(self._infer),

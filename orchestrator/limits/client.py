@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
+from orchestrator.call import Waited
 from orchestrator.contracts import (
     EVENT,
     HEADERS,
@@ -17,98 +20,182 @@ from orchestrator.contracts import (
     ORCHESTRATOR_MODEL,
     REQUEST,
 )
-from orchestrator.errors import ApiError, EngineError, from_message
+from orchestrator.errors import ApiError, EngineError, InternalError, from_message
 from orchestrator.infer_streams import InferStreams, Responses
+from orchestrator.limits.deadline import Deadline, ending
 from orchestrator.wire import add_string, find_output, new_request
 
+T = TypeVar("T")
 Headers = Iterable[tuple[str, str]]
 
 
-class Reservation(NamedTuple):
-    """Room for a request that does not pass the orchestrator; `headers` are the answer's."""
+_working: set[asyncio.Task[Any]] = set()  # the loop itself keeps no reference
 
-    id: str
-    headers: Mapping[str, str]
+
+class Place(Waited):
+    """One request to a model beside the orchestrator, from before its turn until what was begun for it has ended.
+
+    `headers` are the answer's, known when its turn has come. Who serves it counts its `num_tokens` (None: they are not
+    known) and, where it fails without an exception, says so in `outcome`. For one event loop.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.headers: Mapping[str, str] = {}
+        self.num_tokens: int | None = 0
+        self.outcome = "ok"
+        self._over = asyncio.get_running_loop().create_future()
+
+    async def cancel(self, reason: ApiError | None = None) -> None:
+        if not self._over.done():
+            self._over.set_result(None)
+        await super().cancel(reason)
+
+    async def watch(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns; raises what the place was cancelled for as soon as it is.
+
+        `work` is never cancelled, for Triton leaks a request that is cancelled as it ends: it shall begin nothing more
+        once the place is, and ends by itself.
+        """
+        task = _start(work)
+        try:
+            await asyncio.wait((task, self._over), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self.cancel()
+            raise
+        if not task.done():
+            self.raise_if_cancelled()
+        return await task
+
+
+def _start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    task = asyncio.create_task(work)
+    _working.add(task)
+    task.add_done_callback(_let_go)
+    return task
+
+
+def _let_go(task: asyncio.Task[Any]) -> None:
+    _working.discard(task)
+    if not task.cancelled():
+        task.exception()  # seen, also if nobody waits for it any more
 
 
 class LimitsClient:
     """All calls raise the `ApiError` that refuses, or `EngineError` when Triton itself failed. For one event loop."""
 
-    def __init__(self, streams: InferStreams) -> None:
+    def __init__(self, streams: InferStreams, *, with_keys: bool = True) -> None:
+        """Without keys everybody may do everything, and `check` need not ask."""
         self._streams = streams
-        self._settling: set[asyncio.Task[None]] = set()
+        self._with_keys = with_keys
 
     async def check(self, right: str, headers: Headers) -> None:
-        """Whether the caller of `headers` may see "models" or "metrics"."""
-        await self._ask("check", {"right": right}, headers)
+        """Whether the caller of `headers` may see "models" or "metrics", or use a model."""
+        if self._with_keys:
+            await self._ask("check", {"right": right}, headers)
 
-    async def reserve(self, model: str, lengths: Sequence[int], headers: Headers) -> Reservation:
-        """Room for a request to `model` ("embedding", "ocr", "stt", "tts") with inputs of at most so many tokens."""
-        answer, answer_headers = await self._ask("reserve", {"model": model, "lengths": list(lengths)}, headers)
-        return Reservation(answer["reservation"], answer_headers)
+    async def serve(
+        self,
+        place: Place,
+        model: str,
+        lengths: Sequence[int],
+        headers: Headers,
+        work: Callable[[], Coroutine[Any, Any, T]],
+    ) -> T:
+        """What `work` returns, when it is the turn of a request to `model` ("embedding", "ocr", "stt", "tts").
 
-    def settle(self, reservation: Reservation, num_tokens: int) -> None:
-        """Beside the answer, which does not wait for it; one that is lost leaves the reservation as it is."""
+        `lengths` are the most tokens of each input. Raises what refuses the request or what `work` raises; once the
+        place is cancelled, and its deadline cancels it too, what that was for. The place is kept until `work` has
+        ended, which the answer does not wait to be told of.
+        """
+        responses = self._operate("admit", {"model": model, "lengths": list(lengths)}, headers)
+        reading, reservation = responses.read(), None
+        try:
+            place.on_cancel(responses.cancel)
+            grant, place.headers = await _read_event(reading)
+            reservation = grant["reservation"]
+            place.on_cancel(None)
+            deadline = grant["deadline"]
+            with ending(place, deadline and Deadline(deadline[0], time.monotonic() + deadline[1])):
+                result = await work()
+            place.raise_if_cancelled()
+            return result
+        except ApiError as error:  # of a work that was cancelled, mostly that it was
+            ended_by = place.reason or error
+            place.outcome = ended_by.code
+            raise ended_by from error.__cause__
+        except BaseException:
+            place.outcome = InternalError.code
+            raise
+        finally:
+            _start(self._end(reading, reservation, place))
 
-        async def settle() -> None:
-            with contextlib.suppress(ApiError):
-                await self._ask("settle", {"reservation": reservation.id, "tokens": num_tokens}, ())
+    async def _end(self, reading: AsyncGenerator[Any, None], reservation: str | None, place: Place) -> None:
+        """Settle; where that fails the place is given up, and what was reserved stays as it is."""
+        async with contextlib.aclosing(reading):
+            if reservation is not None:
+                await self._ask(
+                    "settle", {"reservation": reservation, "tokens": place.num_tokens, "outcome": place.outcome}, ()
+                )
+                async for _ in reading:
+                    pass
 
-        task = asyncio.create_task(settle())
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
+    async def _ask(self, operation: str, body: dict[str, Any], headers: Headers) -> None:
+        async with contextlib.aclosing(self._operate(operation, body, headers).read()) as reading:
+            await _read_event(reading)
+            async for _ in reading:
+                pass
 
-    async def _ask(self, operation: str, body: dict[str, Any], headers: Headers) -> tuple[Any, dict[str, str]]:
+    def _operate(self, operation: str, body: dict[str, Any], headers: Headers) -> Responses:
         request = new_request(ORCHESTRATOR_MODEL, uuid.uuid4().hex)
         add_string(request, REQUEST, json.dumps(body).encode())
         for name, value in headers:
             request.parameters[name].string_param = value
         request.parameters[LIMITS_OPERATION_PARAMETER].string_param = operation
-        answer, answer_headers = None, {}
-        async with contextlib.aclosing(Responses(self._streams, request).read()) as reading:
-            async for response in reading:
-                if response.error_message:
-                    raise from_message(response.error_message)
-                if raw := find_output(response, EVENT):
-                    answer, answer_headers = json.loads(raw[4:]), answer_headers_of(response)
-        if answer is None:
-            raise EngineError("the orchestrator ended without an answer")
-        return answer, answer_headers
+        return Responses(self._streams, request)
+
+
+async def _read_event(reading: AsyncGenerator[Any, None]) -> tuple[Any, dict[str, str]]:
+    """The first event, and the headers that it brings."""
+    async for response in reading:
+        if response.error_message:
+            raise from_message(response.error_message)
+        if raw := find_output(response, EVENT):
+            return json.loads(raw[4:]), answer_headers_of(response)
+    raise EngineError("the orchestrator ended without an answer")
 
 
 class MeteredResponses:
-    """The `Responses` of a request to "embedding" or "ocr", begun when the caller's quotas have room for it."""
+    """The `Responses` of a request to "embedding" or "ocr", in its turn; `cancel` as theirs."""
 
     def __init__(
         self, limits: LimitsClient, responses: Responses, model: str, lengths: Sequence[int], headers: Headers
     ) -> None:
         """`lengths` are the most tokens that each input may have."""
-        self._limits = limits
+        self._place = Place()
+        self.cancel: Callable[[], Awaitable[None]] = self._place.cancel
         self._responses = responses
-        self._model = model
-        self._lengths = lengths
-        self._headers = list(headers)
-        self.cancel: Callable[[], Awaitable[None]] = responses.cancel
+        self._has_tokens = bool(lengths)
+        self._serving = partial(limits.serve, self._place, model, lengths, list(headers), self._read_all)
 
     async def read(self) -> AsyncGenerator[Any, None]:
-        """As `Responses.read`; the quotas' headers are parameters of the first response."""
-        reservation = await self._limits.reserve(self._model, self._lengths, self._headers)
-        # Who asked for the vectors alone is charged for the most it can be.
-        num_tokens: int | None = 0
-        headers = dict(reservation.headers)
-        try:
-            async with contextlib.aclosing(self._responses.read()) as reading:
-                async for response in reading:
-                    if self._lengths and response.infer_response.outputs:
-                        raw = find_output(response, NUM_TOKENS)
-                        num_tokens = None if raw is None else sum(memoryview(raw).cast("i"))
-                    while headers and not response.error_message:
-                        name, value = headers.popitem()
-                        response.infer_response.parameters[name].string_param = value
-                    yield response
-        finally:
-            if num_tokens is not None:
-                self._limits.settle(reservation, num_tokens)
+        """As `Responses.read`, when the last one is there; the quotas' headers are parameters of the first."""
+        for response in await self._place.watch(self._serving()):
+            yield response
+
+    async def _read_all(self) -> list[Any]:
+        responses = [response async for response in self._responses.read()]
+        for response in responses:
+            if response.error_message:
+                self._place.outcome = EngineError.code
+            elif self._has_tokens and response.infer_response.outputs:
+                # Who asked for the vectors alone is charged for the most it can be.
+                raw = find_output(response, NUM_TOKENS)
+                self._place.num_tokens = None if raw is None else sum(memoryview(raw).cast("i"))
+        if not responses[0].error_message:
+            for name, value in self._place.headers.items():
+                responses[0].infer_response.parameters[name].string_param = value
+        return responses
 
 
 def answer_headers_of(response: Any) -> dict[str, str]:

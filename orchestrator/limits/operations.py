@@ -1,67 +1,86 @@
 """What is asked about a key on behalf of a caller whom the orchestrator does not serve itself.
 
 Embeddings, images and sound go past the orchestrator, from the gateway and the gRPC front to their own models;
-`/v1/models` and `/metrics` go nowhere. These ask here, with the caller's headers, in the place of OpenAI's JSON:
+`/v1/models` and `/metrics` go nowhere. These ask here, with the caller's headers, in the place of OpenAI's JSON. The
+queues before those models are here because all gateways and fronts have them in common.
 
-* ``check``    ``{"right": "models" | "metrics"}``                  → ``{}``
-* ``reserve``  ``{"model": "embedding", "lengths": [the most tokens of each input]}``, or ``{"model": "ocr"}``, which
-  takes no tokens                                                   → ``{"reservation": "…"}``
-* ``settle``   ``{"reservation": "…", "tokens": 12}``               → ``{}``
-
-A reservation that nobody settles stays as it is, which is never too little.
+* ``check``    ``{"right": "models" | "metrics" | a model}``           → ``{}``
+* ``admit``    ``{"model": "embedding", "lengths": [the most tokens of each input]}``, or ``{"model": "ocr"}``, which
+  takes no tokens → when it is the request's turn, ``{"reservation": "…", "deadline": [ms, seconds left] | null}``; and
+  when that is settled, ``{}``. Who cancels in between, or vanishes, gives the place up, and what was reserved stays as
+  it is, which is never too little.
+* ``settle``   ``{"reservation": "…", "tokens": 12 | null, "outcome": "ok" | an error's code}`` → ``{}``. Without tokens
+  what was reserved stays as it is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import secrets
-from collections import OrderedDict
+import time
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from orchestrator.call import Call
-from orchestrator.config import Row
+from orchestrator.config import Limits, Row
 from orchestrator.contracts import LIMITS_OPERATION_PARAMETER
-from orchestrator.errors import ApiError, InternalError, InvalidRequestError, NotAllowedError
+from orchestrator.errors import (
+    ApiError,
+    CancelledError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    NotAllowedError,
+)
+from orchestrator.limits.deadline import Deadline, ending, find_deadline
 from orchestrator.limits.gate import Gate, Permit, may_use, not_allowed
+from orchestrator.limits.keys import Key
 from orchestrator.limits.ledger import Amount
+from orchestrator.limits.queue import CLASSES, Class, Queue
 
 log = logging.getLogger("orchestrator.limits")
 
-# What the gateway and the front run at once is far less.
-MAX_OPEN = 10_000
+Model = Literal["embedding", "ocr", "stt", "tts"]
 
 
 class Check(Row):
-    right: Literal["models", "metrics"]
+    right: Literal["models", "metrics"] | Model
 
 
-class Reserve(Row):
-    model: Literal["embedding", "ocr", "stt", "tts"]
+class Admit(Row):
+    model: Model
     lengths: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
 
 class Settle(Row):
     reservation: str
-    tokens: Annotated[int, Field(ge=0)]
+    tokens: Annotated[int, Field(ge=0)] | None
+    outcome: str
 
 
 class Operations:
     """For one event loop."""
 
-    def __init__(self, gate: Gate, max_input_tokens: int) -> None:
+    def __init__(self, gate: Gate, max_input_tokens: int, limits: Limits) -> None:
         """`max_input_tokens` is the embedder's: an input that is longer is refused by it."""
         self._gate = gate
         self._max_input_tokens = max_input_tokens
-        self._open: OrderedDict[str, Permit] = OrderedDict()  # the oldest first
+        waiting: dict[Class, int] = {"interactive": limits.max_live_requests, "batch": limits.max_batch_waiting}
+        self._queues = {model: Queue(num_running, {**waiting, "aside": 0}) for model, num_running in limits.beside}
+        self._settled: dict[str, asyncio.Future[Settle]] = {}  # by reservation
         self._operations: dict[str, Callable[[Call], Any]] = {
             "check": self._check,
-            "reserve": self._reserve,
+            "admit": self._admit,
             "settle": self._settle,
         }
+
+    def num_waiting(self) -> dict[str, int]:
+        """By class, for all models together."""
+        return {name: sum(queue.num_waiting(name) for queue in self._queues.values()) for name in CLASSES}
 
     async def run(self, call: Call) -> None:
         """To its only end: one event, or an error."""
@@ -72,7 +91,7 @@ class Operations:
                     f"{LIMITS_OPERATION_PARAMETER}: one of {', '.join(self._operations)} (got {name[:40]!r})",
                     param=LIMITS_OPERATION_PARAMETER,
                 )
-            answer = await self._operations[name](call)
+            await self._operations[name](call)
         except ApiError as error:
             self._gate.count(error)
             call.sink.fail(error)
@@ -80,32 +99,70 @@ class Operations:
             log.exception("an operation on limits failed")
             call.sink.fail(InternalError(f"{LIMITS_OPERATION_PARAMETER} {name[:40]!r} failed: {type(error).__name__}"))
         else:
-            call.sink.send(json.dumps(answer), final=True)
+            call.sink.send("{}", final=True)
 
-    async def _check(self, call: Call) -> dict[str, str]:
-        right = Check.model_validate_json(call.body).right
+    async def _check(self, call: Call) -> None:
+        self._identify(call, Check.model_validate_json(call.body).right)
+
+    def _identify(self, call: Call, right: str) -> Key:
         key = self._gate.identify(call)
         if right == "metrics" and not key.may_read_metrics:
             raise NotAllowedError("this key may not read /metrics; fix: `keys add --metrics` makes one that may")
-        return {}
+        if right not in ("models", "metrics") and not may_use(key, right):
+            raise not_allowed(key, right)
+        return key
 
-    async def _reserve(self, call: Call) -> dict[str, str]:
-        asked = Reserve.model_validate_json(call.body)
-        key = self._gate.identify(call)
-        if not may_use(key, asked.model):
-            raise not_allowed(key, asked.model)
-        num_tokens = sum(min(length, self._max_input_tokens) for length in asked.lengths)
-        permit = await self._gate.reserve(key, Amount(1, num_tokens))
+    async def _admit(self, call: Call) -> None:
+        asked = Admit.model_validate_json(call.body)
+        key = self._identify(call, asked.model)
+        deadline = find_deadline(call, key)
+        most = Amount(1, sum(min(length, self._max_input_tokens) for length in asked.lengths))
+        permit = await self._gate.reserve(key, most)
+        used = Amount()
+        try:
+            queue, size = self._queues[asked.model], max(1, most.tokens)
+            ticket = queue.enter(key.priority, deadline and deadline.ends_at_s, size)
+            try:
+                with ending(call, deadline):
+                    call.on_cancel(ticket.give_up)
+                    await ticket.wait()
+                    call.raise_if_cancelled()
+                used = most
+                begun_s = time.monotonic()
+                settled = await self._hold(call, permit, deadline)
+                used = most if settled.tokens is None else Amount(1, settled.tokens)
+                if settled.outcome == "ok":
+                    total_s = time.monotonic() - begun_s
+                    queue.pace.observe(total_s / size, total_s, size)
+                elif settled.outcome == DeadlineError.code:
+                    self._gate.count(DeadlineError(""))
+            finally:
+                ticket.leave()
+        finally:
+            await permit.settle(used)
+
+    async def _hold(self, call: Call, permit: Permit, deadline: Deadline | None) -> Settle:
+        """Say that the turn has come, and wait until the request has ended; raises `CancelledError` without a word."""
         reservation = secrets.token_hex(16)
-        self._open[reservation] = permit
-        if len(self._open) > MAX_OPEN:
-            self._open.popitem(last=False)
-        call.sink.announce(permit.headers)
-        return {"reservation": reservation}
+        ended: asyncio.Future[Settle] = asyncio.get_running_loop().create_future()
 
-    async def _settle(self, call: Call) -> dict[str, str]:
+        async def give_up() -> None:
+            if not ended.done():
+                ended.set_exception(CancelledError("whoever had the place is gone"))
+
+        call.on_cancel(give_up)
+        self._settled[reservation] = ended
+        try:
+            call.sink.announce(permit.headers)
+            left = deadline and (deadline.ms, deadline.ends_at_s - time.monotonic())
+            call.sink.send(json.dumps({"reservation": reservation, "deadline": left}), final=False)
+            return await ended
+        finally:
+            del self._settled[reservation]
+
+    async def _settle(self, call: Call) -> None:
         """Needs no key: nobody else knows the reservation."""
         asked = Settle.model_validate_json(call.body)
-        if permit := self._open.pop(asked.reservation, None):
-            await permit.settle(Amount(1, asked.tokens))
-        return {}
+        ended = self._settled.get(asked.reservation)
+        if ended is not None and not ended.done():
+            ended.set_result(asked)

@@ -1,6 +1,9 @@
-"""The queue before an engine model: interactive requests come before batch ones, and nobody enters who would be late.
+"""The queue before a model: interactive requests come before batch ones, and nobody enters who would be late.
 
-An engine runs what it gets in the order it came. So it gets no more than it runs side by side; who waits, waits here.
+A model runs what it gets in the order it came. So it gets no more than it runs side by side; who waits, waits here.
+Batch requests have a share of the turns for their own: those that wait longest would otherwise wait forever while
+interactive ones keep coming. A share, and not their age: it holds without a clock, and what it costs the interactive
+ones is bounded however many batch ones have grown old.
 """
 
 from __future__ import annotations
@@ -10,11 +13,17 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias
 
 from orchestrator.errors import OverloadedError
-from orchestrator.limits.keys import Priority
 
-CLASSES: tuple[Priority, ...] = ("interactive", "batch")
+# "aside" is what nobody waits for; it comes behind all others.
+Class: TypeAlias = Literal["interactive", "batch", "aside"]
+CLASSES: tuple[Class, ...] = ("interactive", "batch", "aside")
+
+# While both wait, so many interactive requests have their turn for each batch one: of ten turns one is a batch
+# request's. One with N batch ones before it has its turn at the latest as the 10 * (N + 1)th.
+INTERACTIVE_TURNS = 9
 
 
 class Pace:
@@ -54,19 +63,20 @@ class Queue:
     """For one event loop. Up to `max_running` run, and so many of each class wait."""
 
     def __init__(
-        self, max_running: int, max_waiting: Mapping[Priority, int], clock: Callable[[], float] = time.monotonic
+        self, max_running: int, max_waiting: Mapping[Class, int], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.pace = Pace(clock)
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._clock = clock
         self._num_running = 0
-        self._waiting: dict[Priority, deque[Ticket]] = {priority: deque() for priority in CLASSES}
+        self._waiting: dict[Class, deque[Ticket]] = {priority: deque() for priority in CLASSES}
+        self._num_passed = 0  # interactive ones let in while a batch one waited, since one was let in
 
-    def num_waiting(self, priority: Priority) -> int:
+    def num_waiting(self, priority: Class) -> int:
         return len(self._waiting[priority])
 
-    def enter(self, priority: Priority, ends_at_s: float | None = None, max_tokens: float = math.inf) -> Ticket:
+    def enter(self, priority: Class, ends_at_s: float | None = None, max_tokens: float = math.inf) -> Ticket:
         """A place; raises `OverloadedError` with `retry-after` where there is none, or none in time for `ends_at_s`."""
         wait_s = self._expect_wait_s(priority)
         retry = {"retry-after": str(max(1, math.ceil(wait_s)))}
@@ -90,17 +100,23 @@ class Queue:
             self._waiting[priority].append(ticket)
         return ticket
 
-    def expect_s(self, priority: Priority, max_tokens: float = math.inf) -> float:
+    def expect_s(self, priority: Class, max_tokens: float = math.inf) -> float:
         """Seconds until an answer of at most so many tokens would be whole; infinite where there is no place."""
         return math.inf if self._is_full(priority) else self._expect_wait_s(priority) + self.pace.predict_s(max_tokens)
 
-    def _is_full(self, priority: Priority) -> bool:
+    def _is_full(self, priority: Class) -> bool:
         return self._num_running >= self._max_running and self.num_waiting(priority) >= self._max_waiting[priority]
 
-    def _expect_wait_s(self, priority: Priority) -> float:
+    def _expect_wait_s(self, priority: Class) -> float:
         if self._num_running < self._max_running:
             return 0.0
-        ahead = sum(self.num_waiting(each) for each in CLASSES[: CLASSES.index(priority) + 1])
+        interactive, batch, aside = (self.num_waiting(each) for each in CLASSES)
+        if priority == "interactive":
+            ahead = interactive + min(batch, (self._num_passed + interactive) // INTERACTIVE_TURNS)
+        elif priority == "batch":
+            ahead = batch + min(interactive, INTERACTIVE_TURNS * (batch + 1) - self._num_passed)
+        else:
+            ahead = interactive + batch + aside
         return (ahead + 1) / self._max_running * self.pace.predict_s()
 
     def _let_in(self, ticket: Ticket) -> None:
@@ -115,9 +131,14 @@ class Queue:
                     waiting.remove(ticket)
             return
         self._num_running -= 1
-        for waiting in self._waiting.values():
-            if waiting and self._num_running < self._max_running:
+        for priority in self._order():
+            if waiting := self._waiting[priority]:
+                self._num_passed = 0 if priority == "batch" else self._num_passed + bool(self._waiting["batch"])
                 self._let_in(waiting.popleft())
+                return
+
+    def _order(self) -> tuple[Class, ...]:
+        return CLASSES if self._num_passed < INTERACTIVE_TURNS else ("batch", "interactive", "aside")
 
 
 class Ticket:

@@ -96,14 +96,16 @@ class OrchestratorModel:
             traces=self._traces,
         )
         embedder = read_toml(root / "embedder.toml", Embedder)
-        self._limits_operations = Operations(self._gate, embedder.max_input_tokens)
+        self._limits_operations = Operations(self._gate, embedder.max_input_tokens, tiers.limits)
         live, limits = live_requests_gauge(), LimitsMetrics(self._gate)
         routing, latencies = RoutingMetrics(), LatencyMetrics(self._pipeline.latencies)
         afterwards = AfterwardsMetrics(self._pipeline.spending, self._pipeline.afterwards)
 
         def publish(num_live: int) -> None:  # on the watcher's thread: each number told is a round trip to the server
             live.tell(num_live, model=contracts.ORCHESTRATOR_MODEL)
-            limits.publish(self._pipeline.dispatch.num_waiting())
+            beside = self._limits_operations.num_waiting()
+            waiting = self._pipeline.dispatch.num_waiting()
+            limits.publish({name: count + waiting.get(name, 0) for name, count in beside.items()})
             routing.publish(self._pipeline.dispatch)
             afterwards.publish()
             latencies.publish()
@@ -145,11 +147,13 @@ class OrchestratorModel:
         self._loop.call_soon_threadsafe(self._start, call, sender, request_id)
 
     def _start(self, call: Call, sender: Sender, request_id: str) -> None:
-        if self._num_live >= self._max_live_requests:
+        # Of operations on limits each is short, or in a queue that is bounded, or the end of one that is.
+        is_counted = contracts.LIMITS_OPERATION_PARAMETER not in call.parameters
+        if is_counted and self._num_live >= self._max_live_requests:
             text = f"{self._max_live_requests} requests are running, which is the limit; try again later"
             call.sink.fail(OverloadedError(text, headers={"retry-after": "1"}))
             return
-        self._num_live += 1
+        self._num_live += is_counted
         if request_id:  # now, not when its task first runs: the order to cancel it may be right behind
             self._calls[request_id] = call
         self._spawn(self._serve(call, sender, request_id))
@@ -181,7 +185,7 @@ class OrchestratorModel:
         finally:
             self._watcher.unwatch(key)
             self._calls.pop(request_id, None)
-            self._num_live -= 1
+            self._num_live -= contracts.LIMITS_OPERATION_PARAMETER not in call.parameters
 
     async def _finish(self) -> None:
         while self._tasks:

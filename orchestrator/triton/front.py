@@ -20,7 +20,6 @@ class FrontOptions:
     host: str = LOOPBACK
     cert: Path | None = None
     key: Path | None = None
-    with_keys: bool = False  # the orchestrator has keys
 
     def check(self) -> None:
         """Raises `StartError` when certificate and key cannot be used."""
@@ -58,7 +57,6 @@ class FrontOptions:
             *("--host", self.host),
             *("--port", str(ports.grpc_front)),
             *("--drain-timeout-s", str(math.ceil(drain_timeout_s))),
-            *(("--with-keys",) if self.with_keys else ()),
             *tls,
         )
 

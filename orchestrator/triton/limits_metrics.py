@@ -15,7 +15,9 @@ class LimitsMetrics:
         self._gate = gate
         self._refusals = Family("rt_limits_refusals_total", "Requests refused or ended, by their error's code")
         self._errors = Family("rt_limits_store_errors_total", "What the shared store of quotas failed to do")
-        self._waiting = Family("rt_queued_requests", "Requests that wait for an engine", is_gauge=True)
+        self._waiting = Family(
+            "rt_queued_requests", "Requests that wait for an engine, or a model beside the orchestrator", is_gauge=True
+        )
 
     def publish(self, num_waiting: Mapping[str, int]) -> None:
         for code, count in list(self._gate.refusals.items()):

@@ -158,7 +158,7 @@ def test_arguments_are_those_of_serve(case: str, monkeypatch: pytest.MonkeyPatch
     assert main(container["args"]) == 0
     (options,) = seen
     assert str(options.artifact) == CASES[case].get("artifact", {}).get("path", "/artifacts/l4")
-    assert options.host == "0.0.0.0" and options.front.with_keys and str(options.keys) == "/keys/keys.json"
+    assert options.host == "0.0.0.0" and str(options.keys) == "/keys/keys.json"
     assert options.front.host == ("0.0.0.0" if case == "most" else "127.0.0.1")
     assert {port["containerPort"] for port in container["ports"]} <= {options.ports.gateway, options.ports.grpc_front}
     service = render(CASES[case])["Service"]["metadata"]["name"]

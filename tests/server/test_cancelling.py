@@ -71,6 +71,16 @@ def test_in_prefill(scripted_stack: Stack, stream: bool) -> None:
     scripted_stack.wait_until_idle()
 
 
+def test_half_closing_before_the_answer_is_leaving_and_is_told(scripted_stack: Stack) -> None:
+    since = scripted_stack.log_length()
+    with scripted_stack.send(**LONG, stream=False) as connection:
+        wait_until_running(scripted_stack)
+        connection.shutdown(socket.SHUT_WR)
+        assert b"the sending side of the connection was closed before the answer" in connection.makefile("rb").read()
+    assert scripted_stack.wait_for_log("request", since)["outcome"] == "cancelled"
+    scripted_stack.wait_until_idle()
+
+
 def test_half_closing_is_leaving_too(scripted_stack: Stack) -> None:
     since = scripted_stack.log_length()
     with scripted_stack.send(**LONG, stream=True) as connection:

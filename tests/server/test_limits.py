@@ -246,6 +246,19 @@ def test_a_deadline_that_cannot_be_met(stack: Stack, keys: Keys) -> None:
     assert len(stack.logged("request")) >= num_started
 
 
+LATE = {(503, "overloaded"), (504, "deadline_exceeded")}  # not expected to be in time, or not in time
+
+
+def test_embeddings_have_a_deadline_too(stack: Stack, keys: Keys) -> None:
+    key = keys.add("embeds-hurried", "--tokens-per-minute", "100000")
+    answer = post(stack, key, "/v1/embeddings", {"x-deadline-ms": "3"}, model="embedding", input=["word " * 200] * 100)
+    assert (answer.status_code, answer.json()["error"]["code"]) in LATE
+    wrong = post(stack, key, "/v1/embeddings", {"x-deadline-ms": "0"}, model="embedding", input="Hi")
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "x-deadline-ms"
+    assert embed(stack, key, "Hi").status_code == 200
+    stack.wait_until_idle()
+
+
 # --- gRPC ----------------------------------------------------------------------------------------------------
 
 
@@ -327,10 +340,17 @@ def test_embeddings_by_the_front_pay_their_tokens(stub: Any, keys: Keys) -> None
 
 def test_operations_are_not_for_strangers(stub: Any, keys: Keys) -> None:
     message = chat_request(lengths=[1])
-    message.parameters[contracts.LIMITS_OPERATION_PARAMETER].string_param = "reserve"
+    message.parameters[contracts.LIMITS_OPERATION_PARAMETER].string_param = "admit"
     error = refusal(lambda: stub.ModelInfer(message, metadata=(("authorization", f"Bearer {keys.secrets[0]}"),)))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "parameters.limits_operation: is not allowed here" in error.details()
+
+
+def test_embeddings_by_the_front_have_a_deadline_too(stub: Any, keys: Keys) -> None:
+    metadata = (("authorization", f"Bearer {keys.add('hurried-rpc')}"), ("x-deadline-ms", "3"))
+    error = refusal(lambda: stub.ModelInfer(embedding_request(*["word " * 200] * 8), metadata=metadata))
+    assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    assert json.loads(error.details())["error"]["code"] in {code for _, code in LATE}
 
 
 def test_both_outputs_may_be_asked_for_by_name(stack: Stack, keys: Keys) -> None:

@@ -423,6 +423,20 @@ def test_keys_and_quotas(speech_stack: Stack, keys: Path) -> None:
     assert [answer.status_code for answer in post(make_key(keys, "few", "--requests-per-minute", "1"))] == [400, 429]
 
 
+def test_deadlines_hold_here_too(speech_stack: Stack) -> None:
+    headers = {"authorization": f"Bearer {KEYS['all']}", "x-deadline-ms": "3"}
+    speech = {"model": "tts", "voice": "joe", "input": "One long sentence " * 20}
+    for answer in (
+        httpx.post(f"{speech_stack.url}{PATH}", data={"model": "stt"}, files={"file": FILE}, headers=headers),
+        httpx.post(f"{speech_stack.url}/v1/audio/speech", json=speech, headers=headers),
+    ):
+        # Not expected to be in time, or not in time.
+        assert (answer.status_code, answer.json()["error"]["code"]) in {
+            (503, "overloaded"),
+            (504, "deadline_exceeded"),
+        }
+
+
 def test_targets_without_speech_say_so(scripted_stack: Stack) -> None:
     answer = httpx.post(f"{scripted_stack.url}{PATH}", data={"model": "stt"}, files={"file": FILE})
     assert answer.status_code == 404 and "target cpu-voice has one" in answer.json()["error"]["message"]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from limits_loopback import Beside
 
 from orchestrator.config import Embedder
 from orchestrator.errors import EngineError
 from orchestrator.gateway.embeddings import Embeddings
+from orchestrator.limits.ledger import Amount
 
 
 class FakeTriton:
-    def __init__(self) -> None:
+    def __init__(self, beside: Beside) -> None:
+        self.limits = beside.client
         self.asked: list[str] = []
         self.leave = asyncio.Event()
 
@@ -24,16 +28,19 @@ class FakeTriton:
         await asyncio.sleep(0.01)
         self.leave.set()
         await asyncio.sleep(0.2)
-        raise EngineError("the embedder failed")
+        if text != "text 0":
+            raise EngineError("the embedder failed")
+        return bytes(4), 3
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_no_further_input_is_begun_and_nothing_logged(leaves: bool) -> None:
+def test_no_further_input_is_begun_and_nothing_logged(leaves: bool, tmp_path: Path) -> None:
     logged: list[dict[str, Any]] = []
+    beside = Beside(tmp_path, pays={"tokens_per_minute": 10_000})
 
     async def scenario() -> list[Any]:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
-        triton = FakeTriton()
+        triton = FakeTriton(beside)
         body = json.dumps({"model": "embedding", "input": [f"text {number}" for number in range(50)]}).encode()
         sent: list[Any] = []
         came = [{"type": "http.request", "body": body}]
@@ -50,10 +57,13 @@ def test_no_further_input_is_begun_and_nothing_logged(leaves: bool) -> None:
             sent.append(message)
 
         embedder = Embedder(name="m", max_input_tokens=256, vocab_size=100, pad_id=0, cls_id=1, sep_id=2)
-        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
-        await Embeddings(triton, embedder, with_keys=False)(scope, receive, send)  # type: ignore[arg-type]
-        await asyncio.sleep(0.4)
-        assert len(triton.asked) < 50
+        headers = [(b"content-type", b"application/json"), (b"authorization", b"Bearer pays")]
+        await Embeddings(triton, embedder)({"type": "http", "headers": headers}, receive, send)  # type: ignore[arg-type]
+        if leaves:
+            assert beside.num_running["embedding"] == 1  # until what was begun has ended
+        await beside.settled()
+        assert len(triton.asked) == 16
+        assert await beside.used("pays") == Amount(1, 3)
         return sent
 
     sent = asyncio.run(scenario())

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from limits_loopback import Beside
 
-from orchestrator.errors import ApiError, InvalidRequestError, ModelNotFoundError, RateLimitError
-from orchestrator.gateway import ocr
+from orchestrator.errors import ApiError, InvalidRequestError, ModelNotFoundError
 from orchestrator.gateway.ocr import MAX_BODY_BYTES, MAX_IMAGE_BYTES, Ocr, read_image
-from orchestrator.limits.client import Reservation
+from orchestrator.gateway.places import Room
+from orchestrator.limits.ledger import Amount
 
 BOUNDARY = b"----b"
 
@@ -83,29 +84,13 @@ def test_a_damaged_form_is_read_or_refused(data: bytes, place: int) -> None:
 # --- the endpoint ------------------------------------------------------------------------------------------
 
 
-class FakeLimits:
-    def __init__(self, error: ApiError | None = None) -> None:
-        self.error = error
-        self.settled: list[tuple[str, int]] = []
-        self.asked: list[Any] = []
-
-    async def reserve(self, model: str, lengths: Sequence[int], headers: Any) -> Reservation:
-        self.asked.append((model, list(lengths), dict(headers)))
-        if self.error is not None:
-            raise self.error
-        return Reservation("r", {"x-ratelimit-remaining-requests": "4"})
-
-    def settle(self, reservation: Reservation, num_tokens: int) -> None:
-        self.settled.append((reservation.id, num_tokens))
-
-
 class FakeTriton:
-    def __init__(self, limits: FakeLimits | None = None) -> None:
+    def __init__(self, beside: Beside | None = None) -> None:
         self.images: list[bytes] = []
         self.begun = asyncio.Event()
         self.may_end = asyncio.Event()
         self.may_end.set()
-        self.limits = limits or FakeLimits()
+        self.limits = (beside or Beside()).client
 
     async def read_image(self, image: bytes) -> bytes:
         self.images.append(image)
@@ -145,7 +130,7 @@ class Client:
 def test_an_image_or_a_form_reaches_the_model() -> None:
     async def scenario() -> None:
         triton = FakeTriton()
-        endpoint = Ocr(triton, is_served=True, with_keys=False)  # type: ignore[arg-type]
+        endpoint = Ocr(triton, is_served=True)  # type: ignore[arg-type]
         assert await Client(endpoint, b"bytes").answer() == (
             200,
             {"text": "found"},
@@ -155,8 +140,8 @@ def test_an_image_or_a_form_reaches_the_model() -> None:
             assert (await Client(endpoint, b"bytes", content_type).answer())[0] == 200
         body = form(part("file", b"bytes", "a.png"))
         assert (await Client(endpoint, body, b"multipart/form-data; boundary=" + BOUNDARY).answer())[0] == 200
-        assert triton.images == [b"bytes"] * 4 and triton.limits.asked == []
-        assert endpoint._num_held_bytes == 0
+        assert triton.images == [b"bytes"] * 4
+        assert endpoint._room.num_held_bytes == 0
 
     asyncio.run(scenario())
 
@@ -174,17 +159,17 @@ def test_an_image_or_a_form_reaches_the_model() -> None:
 )
 def test_what_is_refused(body: bytes, content_type: bytes, status: int, message: str) -> None:
     async def scenario() -> None:
-        endpoint = Ocr(FakeTriton(), is_served=True, with_keys=False)  # type: ignore[arg-type]
+        endpoint = Ocr(FakeTriton(), is_served=True)  # type: ignore[arg-type]
         answered, answer, _ = await Client(endpoint, body, content_type).answer()
         assert answered == status and answer["error"]["message"].startswith(message)
-        assert endpoint._num_held_bytes == 0
+        assert endpoint._room.num_held_bytes == 0
 
     asyncio.run(scenario())
 
 
 def test_a_compressed_body_and_a_length_too_large_are_refused_unread() -> None:
     async def scenario() -> None:
-        endpoint = Ocr(FakeTriton(), is_served=True, with_keys=False)  # type: ignore[arg-type]
+        endpoint = Ocr(FakeTriton(), is_served=True)  # type: ignore[arg-type]
         for headers, status in (({"content_encoding": "gzip"}, 415), ({"content_length": "99999999"}, 413)):
             client = Client(endpoint, b"x", **headers)
             assert (await client.answer())[0] == status and not client.read_anything
@@ -194,45 +179,61 @@ def test_a_compressed_body_and_a_length_too_large_are_refused_unread() -> None:
 
 def test_a_target_without_ocr_says_so() -> None:
     async def scenario() -> None:
-        endpoint = Ocr(FakeTriton(), is_served=False, with_keys=False)  # type: ignore[arg-type]
+        endpoint = Ocr(FakeTriton(), is_served=False)  # type: ignore[arg-type]
         status, answer, _ = await Client(endpoint, b"x").answer()
         assert status == 404 and answer["error"]["message"] == "model: this server has no model 'ocr'; target cpu has"
 
     asyncio.run(scenario())
 
 
-def test_the_key_is_asked_for_before_the_body_is_read() -> None:
+def test_the_key_is_asked_for_before_the_body_is_read(tmp_path: Path) -> None:
     async def scenario() -> None:
-        limits = FakeLimits(RateLimitError("no more", headers={"retry-after": "3"}))
-        endpoint = Ocr(FakeTriton(limits), is_served=True, with_keys=True)  # type: ignore[arg-type]
-        client = Client(endpoint, b"x", authorization="Bearer k")
-        status, _, headers = await client.answer()
-        assert (status, headers["retry-after"]) == (429, "3") and not client.read_anything
-        assert limits.asked == [("ocr", [], {"authorization": "Bearer k"})] and limits.settled == []
+        beside = Beside(tmp_path, k={"tiers": ["simple"]})
+        endpoint = Ocr(FakeTriton(beside), is_served=True)  # type: ignore[arg-type]
+        for key, status in (("k", 403), ("nobody", 401)):
+            client = Client(endpoint, b"x", authorization=f"Bearer {key}")
+            assert (await client.answer())[0] == status and not client.read_anything
+        assert beside.asked == ["check"] * 2
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("body", "status"), [(b"x", 200), (b"", 400)])
-def test_what_was_reserved_is_settled_and_its_headers_sent(body: bytes, status: int) -> None:
+def test_an_image_that_is_read_is_a_request_and_its_headers_are_sent(body: bytes, status: int, tmp_path: Path) -> None:
     async def scenario() -> None:
-        triton = FakeTriton()
-        endpoint = Ocr(triton, is_served=True, with_keys=True)  # type: ignore[arg-type]
-        answered, _, headers = await Client(endpoint, body).answer()
-        assert answered == status and triton.limits.settled == [("r", 0)]
+        beside = Beside(tmp_path, k={"requests_per_minute": 5})
+        endpoint = Ocr(FakeTriton(beside), is_served=True)  # type: ignore[arg-type]
+        answered, _, headers = await Client(endpoint, body, authorization="Bearer k").answer()
+        await beside.settled()
+        assert answered == status and await beside.used("k") == Amount(int(status == 200))
         assert headers.get("x-ratelimit-remaining-requests") == ("4" if status == 200 else None)
 
     asyncio.run(scenario())
 
 
-def test_bodies_held_are_bounded_until_triton_is_done_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_ends_the_waiting_and_not_the_reading() -> None:
+    async def scenario() -> None:
+        triton = FakeTriton(beside := Beside())
+        triton.may_end.clear()
+        endpoint = Ocr(triton, is_served=True)  # type: ignore[arg-type]
+        status, answer, _ = await Client(endpoint, b"x", x_deadline_ms="30").answer()
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+        assert beside.num_running["ocr"] == 1 and endpoint._room.num_held_bytes > 0
+        triton.may_end.set()
+        await beside.settled()
+        assert endpoint._room.num_held_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_bodies_held_are_bounded_until_triton_is_done_with_them() -> None:
     """Also those of clients that left."""
-    monkeypatch.setattr(ocr, "MAX_HELD_BYTES", 10)
 
     async def scenario() -> None:
         triton = FakeTriton()
         triton.may_end.clear()
-        endpoint = Ocr(triton, is_served=True, with_keys=False)  # type: ignore[arg-type]
+        endpoint = Ocr(triton, is_served=True)  # type: ignore[arg-type]
+        endpoint._room = Room(10, 1)
         first = Client(endpoint, b"123456", content_length="6")
         await triton.begun.wait()
         status, answer, headers = await Client(endpoint, b"123456", content_length="6").answer()
@@ -244,7 +245,7 @@ def test_bodies_held_are_bounded_until_triton_is_done_with_them(monkeypatch: pyt
         triton.may_end.set()
         await asyncio.sleep(0.01)
         assert (await Client(endpoint, b"123456", content_length="6").answer())[0] == 200
-        assert endpoint._num_held_bytes == 0 and len(triton.images) == 2
+        assert endpoint._room.num_held_bytes == 0 and len(triton.images) == 2
 
     asyncio.run(scenario())
 
@@ -252,12 +253,11 @@ def test_bodies_held_are_bounded_until_triton_is_done_with_them(monkeypatch: pyt
 def test_a_client_that_leaves_while_sending_leaves_nothing() -> None:
     async def scenario() -> None:
         triton = FakeTriton()
-        endpoint = Ocr(triton, is_served=True, with_keys=True)  # type: ignore[arg-type]
+        endpoint = Ocr(triton, is_served=True)  # type: ignore[arg-type]
         client = Client(endpoint, b"x")
         client._came = []
         client.leave.set()
         await client.task
-        assert client.sent == [] and triton.images == [] and endpoint._num_held_bytes == 0
-        assert triton.limits.settled == [("r", 0)]
+        assert client.sent == [] and triton.images == [] and endpoint._room.num_held_bytes == 0
 
     asyncio.run(scenario())

@@ -343,3 +343,37 @@ def test_a_client_that_pipelines_and_leaves_is_seen(server: Server) -> None:
         connection.sendall(head("/endless", "Content-Length: 0") + GET)
         connection.recv(1000)
     wait_for(lambda: server.app.num_running == 0)
+
+
+@pytest.mark.parametrize(
+    "raw", [head("/gate", "Content-Length: 0"), head("/", "Content-Length: 9"), b"POST / HTTP/1.1\r\nHo"]
+)
+def test_one_that_half_closes_has_left_and_is_told(server: Server, raw: bytes) -> None:
+    """Whether it waits for its answer, or its request is not whole: nothing else tells it from one that is gone."""
+    server.app.gate.clear()
+    with server.connect() as connection:
+        connection.sendall(raw)
+        wait_for(lambda: server.num_connections == 1)
+        time.sleep(0.05)
+        connection.shutdown(socket.SHUT_WR)
+        status, error = error_of(read_all(connection))
+    assert status == 400 and error["message"].startswith("the sending side of the connection was closed before")
+    server.app.gate.set()
+    wait_for(lambda: server.app.num_running == 0)
+
+
+def test_one_that_half_closes_while_it_is_answered_has_left(server: Server) -> None:
+    with server.connect() as connection:
+        connection.sendall(head("/endless", "Content-Length: 0"))
+        connection.recv(1000)
+        connection.shutdown(socket.SHUT_WR)
+        assert b"HTTP/1.1 400" not in read_all(connection)
+    wait_for(lambda: server.app.num_running == 0)
+
+
+def test_one_that_half_closes_after_its_answer_is_not_told_anything(server: Server) -> None:
+    with server.connect() as connection:
+        connection.sendall(head("/", "Content-Length: 0"))
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200 OK")
+        connection.shutdown(socket.SHUT_WR)
+        assert b"400" not in read_all(connection)

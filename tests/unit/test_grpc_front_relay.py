@@ -124,6 +124,28 @@ def test_ids_are_ours_on_the_way_in_and_theirs_on_the_way_out() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("call", ["ModelInfer", "ModelStreamInfer"])
+def test_who_has_said_all_still_hears_all(call: str) -> None:
+    """gRPC ends the caller's side with his last message, of a unary call with its only one."""
+
+    async def late(request: Any, context: Any) -> None:
+        await asyncio.sleep(0.1)
+        await one_event_then_the_end(request, context)
+
+    async def scenario() -> None:
+        async with fronted(late) as (fake, stub, _):
+            if call == "ModelInfer":
+                outputs = [(await stub.ModelInfer(make())).raw_output_contents]
+            else:
+                stream = stub.ModelStreamInfer()
+                await stream.write(make(asks_for_end=False))
+                await stream.done_writing()
+                outputs = [got.infer_response.raw_output_contents async for got in stream]
+            assert outputs == [[b"event"]] and fake.cancelled == []
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("asks", [True, False])
 def test_an_empty_end_is_for_those_who_ask(asks: bool) -> None:
     async def scenario() -> None:
@@ -222,9 +244,7 @@ def test_a_server_that_ends_by_itself_ends_the_process(
         return None
 
     monkeypatch.setattr(Server, "wait_for_termination", ends)
-    args = argparse.Namespace(
-        triton_grpc="127.0.0.1:1", host="127.0.0.1", port=0, cert=None, with_keys=False, drain_timeout_s=1
-    )
+    args = argparse.Namespace(triton_grpc="127.0.0.1:1", host="127.0.0.1", port=0, cert=None, drain_timeout_s=1)
     args.artifact = artifact("scripted")
     with pytest.raises(SystemExit, match="ended by itself"):
         asyncio.run(run(args))

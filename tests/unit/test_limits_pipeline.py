@@ -19,7 +19,6 @@ from orchestrator.cache.stage import AnswerCache
 from orchestrator.cache.store import MemoryStore
 from orchestrator.call import Call
 from orchestrator.config import CachePolicy, Limits, Tiers, load_tiers
-from orchestrator.contracts import LIMITS_OPERATION_PARAMETER
 from orchestrator.engines.scripted import ScriptedStepper, Settings
 from orchestrator.errors import (
     ApiError,
@@ -27,7 +26,6 @@ from orchestrator.errors import (
     CancelledError,
     DeadlineError,
     EngineError,
-    InternalError,
     InvalidRequestError,
     NotAllowedError,
     OverloadedError,
@@ -38,7 +36,6 @@ from orchestrator.limits.deadline import parse_deadline
 from orchestrator.limits.gate import Gate
 from orchestrator.limits.keys import Keyring, digest_of
 from orchestrator.limits.ledger import Amount, MemoryLedger, Quota, Standing
-from orchestrator.limits.operations import Operations
 from orchestrator.pipeline import Pipeline
 
 
@@ -280,7 +277,7 @@ def test_interactive_before_batch(make_world: MakeWorld) -> None:
             tasks.append(asyncio.create_task(ask(name, label)))
             await asyncio.sleep(0)
         await asyncio.sleep(0.005)
-        assert world.pipeline.dispatch.num_waiting() == {"interactive": 2, "batch": 2}
+        assert world.pipeline.dispatch.num_waiting() == {"interactive": 2, "batch": 2, "aside": 0}
         await asyncio.gather(*tasks)
 
     asyncio.run(work())
@@ -352,44 +349,6 @@ def test_a_wrong_deadline_is_refused(text: str) -> None:
 
 
 # --- for what does not pass the orchestrator -----------------------------------------------------------------
-
-
-def test_operations(world: World) -> None:
-    world.add("embeds", tokens_per_minute=600, requests_per_minute=9)
-    world.add("chats", tiers=["simple"])
-    operations = Operations(world.gate, max_input_tokens=256)
-
-    async def ask(name: str | None, operation: str, **fields: Any) -> RecordingSink:
-        sink = RecordingSink()
-        parameters = {LIMITS_OPERATION_PARAMETER: operation}
-        if name is not None:
-            parameters["authorization"] = f"Bearer {name}"
-        await operations.run(Call(json.dumps(fields).encode(), parameters, sink))
-        assert sink.num_ends == 1
-        return sink
-
-    async def work() -> None:
-        made = await ask("embeds", "reserve", model="embedding", lengths=[10, 5000])
-        assert await world.used("embeds") == Amount(1, 266)
-        assert made.headers["x-ratelimit-remaining-tokens"] == "334"
-        refused = await ask("embeds", "reserve", model="embedding", lengths=[256, 256])
-        assert isinstance(refused.error, RateLimitError)
-        for _ in range(2):  # once is enough
-            await ask(None, "settle", reservation=made.events[0]["reservation"], tokens=12)
-            assert await world.used("embeds") == Amount(1, 12)
-        assert isinstance((await ask("chats", "reserve", model="embedding", lengths=[1])).error, NotAllowedError)
-        assert isinstance((await ask(None, "reserve", model="embedding", lengths=[1])).error, UnauthorizedError)
-        await ask("embeds", "reserve", model="ocr")
-        assert await world.used("embeds") == Amount(2, 12)
-        not_for_images = (await ask("chats", "reserve", model="ocr")).error
-        assert isinstance(not_for_images, NotAllowedError) and "may not use 'ocr'" in not_for_images.message
-        assert isinstance((await ask("chats", "reserve", model="simple")).error, InternalError)
-        assert (await ask("chats", "check", right="models")).events == [{}]
-        assert isinstance((await ask("chats", "check", right="metrics")).error, NotAllowedError)
-        assert isinstance((await ask("chats", "reserve", model="embedding", lengths=[-1])).error, InternalError)
-        assert isinstance((await ask("chats", "steal")).error, InvalidRequestError)
-
-    asyncio.run(work())
 
 
 # --- shared answers ------------------------------------------------------------------------------------------

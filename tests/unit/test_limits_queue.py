@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import OverloadedError
-from orchestrator.limits.queue import Pace, Queue, Ticket
+from orchestrator.limits.queue import INTERACTIVE_TURNS, Class, Pace, Queue, Ticket
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 
 
 def make_queue(max_running: int = 1, batch: int = 2, clock: Clock | None = None) -> Queue:
-    return Queue(max_running, {"interactive": 3, "batch": batch}, clock or Clock())
+    return Queue(max_running, {"interactive": 3, "batch": batch, "aside": 1}, clock or Clock())
 
 
 def has_turn(*tickets: Ticket) -> list[bool]:
@@ -104,6 +104,65 @@ def test_a_short_answer_is_expected_sooner() -> None:
     assert pace.predict_s() == 0.0  # else a tier that was slow would never be tried again
     pace.observe(1.0, 1.0, 1)
     assert pace.predict_s() == pytest.approx(1.0)
+
+
+class Line:
+    """A queue with one place, which is taken: so many batch and interactive requests wait."""
+
+    def __init__(self, num_batch: int, num_interactive: int) -> None:
+        self.queue = Queue(1, {"interactive": 300, "batch": 300, "aside": 1}, Clock())
+        self.runs = self.queue.enter("interactive")
+        self.waiting: list[Ticket] = []
+        self.batch = [self.enter("batch") for _ in range(num_batch)]
+        for _ in range(num_interactive):
+            self.enter("interactive")
+
+    def enter(self, priority: Class) -> Ticket:
+        self.waiting.append(self.queue.enter(priority))
+        return self.waiting[-1]
+
+    def turn(self) -> Ticket:
+        """The one that runs ends; returns whose turn it is then."""
+        self.runs.leave()
+        (self.runs,) = (ticket for ticket in self.waiting if ticket.turn.is_set())
+        self.waiting.remove(self.runs)
+        return self.runs
+
+
+@given(st.integers(1, 8), st.integers(0, 40), st.integers(1, 3))
+def test_no_batch_request_starves(num_batch: int, num_interactive: int, num_coming: int) -> None:
+    """However many interactive ones come: the Nth batch one has its turn within 10 * N, and takes no more than that."""
+    line = Line(num_batch, num_interactive)
+    turns = []
+    while not all(has_turn(*line.batch)):
+        for _ in range(min(num_coming, 300 - line.queue.num_waiting("interactive"))):
+            line.enter("interactive")  # there is always one
+        turns.append(line.turn())
+    each = INTERACTIVE_TURNS + 1
+    assert [turns.index(ticket) + 1 for ticket in line.batch] == [each * (n + 1) for n in range(num_batch)]
+
+
+@given(st.integers(0, 5), st.integers(0, 60), st.integers(0, 30), st.sampled_from(["interactive", "batch", "aside"]))
+def test_the_place_that_is_expected_is_the_one_that_is_given(
+    num_batch: int, num_interactive: int, num_before: int, priority: Class
+) -> None:
+    line = Line(num_batch, num_interactive)
+    line.queue.pace.observe(1.0, 1.0, 1)  # a second each
+    for _ in range(min(num_before, len(line.waiting))):
+        line.turn()
+    expected_s = line.queue.expect_s(priority) - 1.0
+    ticket = line.enter(priority)
+    num_turns = 1
+    while line.turn() is not ticket:
+        num_turns += 1
+    assert expected_s == pytest.approx(num_turns)
+
+
+def test_what_nobody_waits_for_comes_last_of_all() -> None:
+    line = Line(1, 15)
+    aside = line.enter("aside")
+    line.enter("batch")
+    assert [line.turn() is aside for _ in range(18)] == [False] * 17 + [True]
 
 
 @given(

@@ -321,8 +321,6 @@ def test_the_fronts_command_line() -> None:
         ),
         *("--drain-timeout-s", "7", "--cert", "c.pem", "--key", "k.pem"),
     )
-    with_keys = FrontOptions(with_keys=True).command(Path("a"), Ports(1, 2, 3, 4, 5), 6.5)
-    assert with_keys[-1] == "--with-keys"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])

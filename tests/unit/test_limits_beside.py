@@ -1,0 +1,378 @@
+"""Requests that do not pass the orchestrator: what they may, what they pay, their turn, their deadline, their end."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from limits_loopback import Beside
+from tritonclient.grpc import service_pb2
+
+from orchestrator.config import Beside as Places
+from orchestrator.config import Limits
+from orchestrator.errors import (
+    ApiError,
+    CancelledError,
+    DeadlineError,
+    EngineError,
+    InternalError,
+    InvalidRequestError,
+    NotAllowedError,
+    OverloadedError,
+    RateLimitError,
+    UnauthorizedError,
+)
+from orchestrator.limits.client import MeteredResponses, Place
+from orchestrator.limits.ledger import Amount
+
+ONE = Limits(beside=Places(embedding=1, ocr=1))
+
+
+def headers(name: str, **others: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {name}"), *((key.replace("_", "-"), value) for key, value in others.items())]
+
+
+class Work:
+    """What is done in a place: as long as the test says."""
+
+    def __init__(self, place: Place, num_tokens: int | None = 0, error: ApiError | None = None) -> None:
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+        self._place, self._num_tokens, self._error = place, num_tokens, error
+
+    async def __call__(self) -> str:
+        self.begun.set()
+        await self.go.wait()
+        self._place.num_tokens = self._num_tokens
+        if self._error is not None:
+            raise self._error
+        return "done"
+
+
+class Request:
+    """One request to a model beside; it ends when `work.go` is set."""
+
+    def __init__(
+        self, beside: Beside, name: str = "", model: str = "embedding", lengths: Any = (), **given: Any
+    ) -> None:
+        self.place = Place()
+        self.work = Work(self.place, given.pop("num_tokens", 0), given.pop("error", None))
+        pairs = headers(name, **given) if name else [(key.replace("_", "-"), value) for key, value in given.items()]
+        serving = beside.client.serve(self.place, model, lengths, pairs, self.work)
+        self.task = asyncio.create_task(self.place.watch(serving))
+
+    async def has_begun(self) -> bool:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return self.work.begun.is_set()
+
+    async def end(self) -> str:
+        self.work.go.set()
+        return await self.task
+
+
+def run(scenario: Callable[[], Any]) -> None:
+    logged: list[dict[str, Any]] = []
+
+    async def watched() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        await asyncio.wait_for(scenario(), 20)
+
+    asyncio.run(watched())
+    assert logged == []
+
+
+# --- what it pays ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_request_took_takes_the_place_of_what_it_might(tmp_path: Path) -> None:
+    beside = Beside(tmp_path, embeds={"tokens_per_minute": 600, "requests_per_minute": 9})
+
+    async def scenario() -> None:
+        request = Request(beside, "embeds", lengths=[10, 5000], num_tokens=12)
+        assert await request.has_begun()
+        assert await beside.used("embeds") == Amount(1, 266)
+        assert request.place.headers["x-ratelimit-remaining-tokens"] == "334"
+        with pytest.raises(RateLimitError):
+            await Request(beside, "embeds", lengths=[256, 256]).task
+        assert await request.end() == "done"
+        await beside.settled()
+        assert await beside.used("embeds") == Amount(1, 12)
+        await Request(beside, "embeds", "ocr").end()
+        await Request(beside, "embeds", lengths=[20], num_tokens=None).end()  # nobody knows what it took
+        await beside.settled()
+        assert await beside.used("embeds") == Amount(3, 32)
+
+    run(scenario)
+
+
+def test_who_may_what(tmp_path: Path) -> None:
+    beside = Beside(tmp_path, embeds={"may_read_metrics": True}, chats={"tiers": ["simple"]})
+
+    async def scenario() -> None:
+        for name, model, refusal, says in (
+            ("chats", "embedding", NotAllowedError, "may not use 'embedding'; it may use simple"),
+            ("chats", "ocr", NotAllowedError, "may not use 'ocr'"),
+            ("stranger", "tts", UnauthorizedError, "not a valid key"),
+            ("embeds", "simple", InternalError, "admit"),  # the gateway and the front are ours
+        ):
+            with pytest.raises(refusal, match=says):
+                await Request(beside, name, model).task
+        with pytest.raises(InternalError):
+            await Request(beside, "embeds", lengths=[-1]).task
+        for name, right in (("chats", "models"), ("embeds", "metrics"), ("embeds", "ocr")):
+            await beside.client.check(right, headers(name))
+        for name, right in (("chats", "metrics"), ("chats", "ocr")):
+            with pytest.raises(NotAllowedError):
+                await beside.client.check(right, headers(name))
+        with pytest.raises(InvalidRequestError, match="one of check, admit, settle"):
+            await beside.client._ask("steal", {}, ())
+        assert beside.gate.refusals == {"not_allowed": 4, "invalid_api_key": 1}
+
+    run(scenario)
+
+
+def test_without_keys_nobody_is_asked_who_he_is_but_waits_his_turn() -> None:
+    beside = Beside(limits=ONE)
+
+    async def scenario() -> None:
+        await beside.client.check("metrics", ())
+        assert beside.asked == []
+        first, second = Request(beside), Request(beside)
+        assert await first.has_begun() and not await second.has_begun()
+        await first.end()
+        assert await second.end() == "done" and second.place.headers == {}
+
+    run(scenario)
+
+
+# --- its turn ------------------------------------------------------------------------------------------------
+
+
+def test_interactive_ones_go_first_and_each_model_has_its_own_queue(tmp_path: Path) -> None:
+    beside = Beside(tmp_path, ONE.model_copy(update={"max_batch_waiting": 1}), a={}, b={"priority": "batch"})
+
+    async def scenario() -> None:
+        first = Request(beside, "a")
+        assert await first.has_begun()
+        batch, other, image = Request(beside, "b"), Request(beside, "a"), Request(beside, "a", "ocr")
+        assert await image.has_begun() and not await other.has_begun()
+        assert beside.operations.num_waiting() == {"interactive": 1, "batch": 1, "aside": 0}
+        with pytest.raises(OverloadedError, match="1 batch requests wait already") as caught:
+            await Request(beside, "b").task
+        assert caught.value.headers["retry-after"] == "1"
+        await first.end()
+        assert await other.has_begun() and not await batch.has_begun()
+        for request in (other, batch, image):
+            await request.end()
+        await beside.settled()
+        assert await beside.used("b") == Amount()  # no quota, no account
+
+    run(scenario)
+
+
+def test_one_that_leaves_before_its_turn_takes_nothing(tmp_path: Path) -> None:
+    beside = Beside(tmp_path, ONE, a={"requests_per_minute": 9})
+
+    async def scenario() -> None:
+        first, leaves, stays = (Request(beside, "a") for _ in range(3))
+        assert await first.has_begun()
+        await leaves.place.cancel()
+        with pytest.raises(CancelledError):
+            await leaves.task
+        await first.end()
+        assert await stays.has_begun() and not leaves.work.begun.is_set()
+        await stays.end()
+        await beside.settled()
+        assert await beside.used("a") == Amount(2)
+
+    run(scenario)
+
+
+def test_one_that_leaves_later_keeps_its_place_until_what_was_begun_has_ended() -> None:
+    beside = Beside(limits=ONE)
+
+    async def scenario() -> None:
+        leaves = Request(beside, num_tokens=5)
+        assert await leaves.has_begun()
+        waits = Request(beside)
+        await leaves.place.cancel()
+        with pytest.raises(CancelledError):
+            await leaves.task
+        assert not await waits.has_begun()
+        leaves.work.go.set()
+        assert await waits.end() == "done"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("how", ["vanishes", "is refused its settling"])
+def test_a_gateway_that_fails_takes_no_place_with_it(tmp_path: Path, how: str) -> None:
+    """What it had reserved stays reserved, which is never too little."""
+    beside = Beside(tmp_path, ONE, a={"tokens_per_minute": 100})
+
+    async def scenario() -> None:
+        lost = Request(beside, "a", lengths=[20], num_tokens=2)
+        assert await lost.has_begun()
+        if how == "vanishes":
+            (call,) = beside.calls.values()
+            await call.cancel()  # as the watcher does
+        else:
+            beside.operations._operations["settle"] = beside.operations._check
+            await lost.end()
+        assert await Request(beside, "a").end() == "done"
+        await beside.settled()
+        assert (await beside.used("a")).tokens == 20
+        lost.work.go.set()
+        await asyncio.wait({lost.task})
+
+    run(scenario)
+
+
+# --- its deadline ----------------------------------------------------------------------------------------------
+
+
+def test_one_that_is_not_expected_to_be_in_time_is_refused_at_once(tmp_path: Path) -> None:
+    beside = Beside(tmp_path, ONE, a={"requests_per_minute": 9})
+
+    async def scenario() -> None:
+        request = Request(beside, "a", "ocr")
+        assert await request.has_begun()
+        await asyncio.sleep(0.05)
+        await request.end()
+        await beside.settled()
+        with pytest.raises(OverloadedError, match="the deadline cannot be met") as caught:
+            await Request(beside, "a", "ocr", x_deadline_ms="30").task
+        assert caught.value.headers["retry-after"] == "1"
+        assert await Request(beside, "a", "ocr", x_deadline_ms="20000").end() == "done"
+        await beside.settled()
+        assert await beside.used("a") == Amount(2)
+        with pytest.raises(InvalidRequestError, match="x-deadline-ms: must be whole milliseconds"):
+            await Request(beside, "a", "ocr", x_deadline_ms="soon").task
+        await beside.settled()
+
+    run(scenario)
+
+
+def test_what_fails_or_is_left_says_nothing_of_how_long_answers_take() -> None:
+    beside = Beside(limits=ONE)
+
+    async def scenario() -> None:
+        failing = Request(beside, error=EngineError("no"))
+        failing.work.go.set()
+        with pytest.raises(EngineError, match="no"):
+            await failing.task
+        await beside.settled()
+        assert beside.operations._queues["embedding"].pace.predict_s() == 0.0
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("where", ["waiting", "running"])
+def test_one_that_runs_over_ends_with_its_deadline(tmp_path: Path, where: str) -> None:
+    beside = Beside(tmp_path, ONE, a={"deadline_ms": 30}, b={})
+
+    async def scenario() -> None:
+        before = Request(beside, "b") if where == "waiting" else None
+        if before is not None:
+            assert await before.has_begun()
+        late = Request(beside, "a")
+        with pytest.raises(DeadlineError, match="the deadline of 30 ms has passed"):
+            await late.task
+        assert late.work.begun.is_set() == (where == "running")
+        for request in filter(None, (before, late)):
+            request.work.go.set()
+        await beside.settled()
+        assert beside.gate.refusals == {"deadline_exceeded": 1}
+
+    run(scenario)
+
+
+def test_what_a_place_was_cancelled_for_is_what_its_request_fails_with() -> None:
+    """Not what its work makes of being cancelled."""
+    beside = Beside()
+
+    async def scenario() -> None:
+        request = Request(beside, error=CancelledError("the stream was cancelled"))
+        assert await request.has_begun()
+        serving = asyncio.create_task(beside.client.serve(place := Place(), "tts", (), (), work := Work(place)))
+        await work.begun.wait()
+        await place.cancel(DeadlineError("too late"))
+        work.go.set()
+        with pytest.raises(DeadlineError, match="too late"):
+            await serving
+        await request.place.cancel(EngineError("another input failed"))
+        with pytest.raises(EngineError, match="another input failed"):
+            await request.end()
+
+    run(scenario)
+
+
+# --- by the gRPC front -----------------------------------------------------------------------------------------
+
+
+class FakeResponses:
+    """Of a request to `embedding`: one response, and its end."""
+
+    def __init__(self, num_tokens: list[int] | None, error: str = "") -> None:
+        self.go = asyncio.Event()
+        self._response = service_pb2.ModelStreamInferResponse(error_message=error)
+        if num_tokens is not None:
+            self._response.infer_response.outputs.add(name="num_tokens", datatype="INT32", shape=(len(num_tokens), 1))
+            self._response.infer_response.raw_output_contents.append(struct.pack(f"<{len(num_tokens)}i", *num_tokens))
+        elif not error:
+            self._response.infer_response.outputs.add(name="embedding", datatype="FP32", shape=(1, 384))
+            self._response.infer_response.raw_output_contents.append(bytes(1536))
+
+    async def read(self) -> AsyncIterator[Any]:
+        await self.go.wait()
+        yield self._response
+        yield service_pb2.ModelStreamInferResponse()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "error", "used"),
+    [([5, 7], "", Amount(1, 12)), (None, "", Amount(1, 30)), (None, "it failed", Amount(1, 0))],
+)
+def test_responses_bring_the_headers_and_say_what_was_used(
+    num_tokens: list[int] | None, error: str, used: Amount, tmp_path: Path
+) -> None:
+    beside = Beside(tmp_path, a={"tokens_per_minute": 100})
+
+    async def scenario() -> None:
+        responses = FakeResponses(num_tokens, error)
+        responses.go.set()
+        metered = MeteredResponses(beside.client, responses, "embedding", [10, 20], headers("a"))  # type: ignore[arg-type]
+        first, last = [response async for response in metered.read()]
+        assert first.error_message == error
+        names = (
+            [] if error else ["x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"]
+        )
+        assert sorted(first.infer_response.parameters) == names and not last.infer_response.parameters
+        await beside.settled()
+        assert await beside.used("a") == used
+        assert (beside.operations._queues["embedding"].pace.predict_s() == 0.0) == bool(error)
+
+    run(scenario)
+
+
+def test_a_caller_that_cancels_hears_it_at_once_and_what_was_begun_ends() -> None:
+    beside = Beside(limits=ONE)
+
+    async def scenario() -> None:
+        responses = FakeResponses([3])
+        metered = MeteredResponses(beside.client, responses, "embedding", [9], ())  # type: ignore[arg-type]
+        reading = asyncio.create_task(anext(metered.read()))
+        while not beside.num_running["embedding"]:
+            await asyncio.sleep(0.001)
+        await metered.cancel()
+        with pytest.raises(CancelledError):
+            await reading
+        assert beside.num_running["embedding"] == 1
+        responses.go.set()
+        await beside.settled()
+
+    run(scenario)
