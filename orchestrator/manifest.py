@@ -114,6 +114,14 @@ class TrtllmEngine(_Part):
     parameters: Parameters
 
 
+class TensorRTPlan(_Part):
+    """A Triton model that is a TensorRT plan."""
+
+    name: str
+    settings: TritonModel
+    parameters: Parameters
+
+
 class Manifest(_Part):
     """The parts of manifest.json that matter after the build."""
 
@@ -131,6 +139,15 @@ class Manifest(_Part):
             TrtllmEngine(name=name, settings=model, parameters=model.parameters)
             for name, model in self.row.models.items()
             if model.parameters is not None and model.parameters.engine == "tensorrt_llm"
+        ]
+
+    @property
+    def plans(self) -> list[TensorRTPlan]:
+        """In the row's order."""
+        return [
+            TensorRTPlan(name=name, settings=model, parameters=model.parameters)
+            for name, model in self.row.models.items()
+            if model.parameters is not None and model.parameters.runtime == "tensorrt"
         ]
 
     def find_architecture(self, settings: TritonModel | None) -> Architecture | None:

@@ -115,18 +115,24 @@ def write_engine(folder: Path, model: dict[str, Any], architecture: dict[str, An
         (folder / f"rank{rank}.engine").write_text(json.dumps(_as_texts(engine)), encoding="utf-8")
 
 
-def write_plan(folder: Path, target_name: str) -> None:
-    """The stand-in's `model.plan` of the Triton model in `folder`, whose configuration then needs no GPU."""
+def plan_of(target_name: str, name: str) -> dict[str, Any]:
+    """What NVIDIA's backend would ask the plan of a Triton model for, by the target's row: tensors and profiles."""
     target = load_target(target_name)
-    settings, parameters = target.plans[folder.name]
-    profiles = make_profiles(parameters.engine, settings, parameters, load_models(target)[settings.model or ""])
-    plan = {
-        kind: [
-            {"name": spec.name, "data_type": spec.dtype, "dims": [-1, *spec.dims]} for spec in specs[parameters.engine]
-        ]
+    settings, parameters = target.plans[name]
+    engine = parameters.engine
+    profiles = make_profiles(engine, settings, parameters, load_models(target)[settings.model or ""])
+    tensors = {
+        kind: [{"name": spec.name, "data_type": spec.dtype, "dims": [-1, *spec.dims]} for spec in specs[engine]]
         for kind, specs in (("inputs", INPUTS), ("outputs", OUTPUTS))
     }
-    (folder / "1" / "model.plan").write_text(json.dumps({**plan, "profiles": profiles}), encoding="utf-8")
+    return {**tensors, "profiles": profiles}
+
+
+def write_plan(folder: Path, target_name: str) -> None:
+    """The stand-in's `model.plan` of the Triton model in `folder`, whose configuration then needs no GPU."""
+    plan = plan_of(target_name, folder.name) | {"version": PACKAGES["tensorrt"]}
+    for name in ("model.plan", "plan.json"):
+        (folder / "1" / name).write_text(json.dumps(plan), encoding="utf-8")
     path = folder / "config.pbtxt"
     config = text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
     rendered = MessageToJson(config, preserving_proto_field_name=True)
