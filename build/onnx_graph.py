@@ -40,12 +40,15 @@ SEED = 7
 MODEL, GRAPH, SAMPLES = "model.onnx", "graph.onnx", "samples.npz"
 
 
-def write_model(engine: str, row: AnyModelRow, cache: Path, path: Path) -> None:
-    """The FP32 graph of `engine` to `path`, as its recipe without TensorRT writes it."""
+def write_model(engine: str, row: AnyModelRow, cache: Path, path: Path, *, is_unpacked: bool = False) -> None:
+    """The FP32 graph of `engine` to `path`, as its recipe without TensorRT writes it.
+
+    With `is_unpacked` what it keeps in 4 bits, whose operators TensorRT does not have, is FP32 too.
+    """
     if engine == "encoder" and isinstance(row, EmbedderRow):
         write_bert_onnx(fetch(row.weights, cache, *row.sources), row, path)
     elif engine == "complexity" and isinstance(row, ComplexityRow):
-        write_complexity_onnx(read_e5(fetch(row.weights, cache)), read_adapter(), row, path)
+        write_complexity_onnx(read_e5(fetch(row.weights, cache)), read_adapter(), row, path, is_unpacked=is_unpacked)
     elif engine == "ocr_detector" and isinstance(row, OcrRow):
         write_detector_onnx(fetch(row.detector, cache, *row.sources), path)
     elif engine == "ocr_recognizer" and isinstance(row, OcrRow):
@@ -107,7 +110,8 @@ def write_graph(engine: str, row: AnyModelRow, precision: str, cache: Path, fold
     samples = make_samples(engine, row, cache, folder)
     save_samples(samples, folder / SAMPLES)
     given = samples if precision in QUANTISED else ()
-    onnx.save(convert(onnx.load(folder / MODEL), precision, given), folder / GRAPH)
+    write_model(engine, row, cache, folder / GRAPH, is_unpacked=True)
+    onnx.save(convert(onnx.load(folder / GRAPH), precision, given), folder / GRAPH)
 
 
 # The row of each engine's model.

@@ -299,7 +299,7 @@ RECIPES: dict[str, Recipe] = {
 
 # Runtime "llmapi" of engine "tensorrt_llm" is made differently, and so is runtime "tensorrt" of those with a graph.
 LLMAPI = "tensorrt_llm_llmapi"
-PLAN = "plan"
+PLAN, CLASSIFIER_PLAN = "plan", "complexity_plan"
 # Packages of the container.
 CONTAINER_TOOLS = ("tensorrt", "tensorrt_llm")
 RECIPES["tensorrt_llm"] = Recipe(
@@ -334,12 +334,16 @@ RECIPES[PLAN] = Recipe(
     ),
     tools=("numpy", "onnx", "onnxruntime-gpu", "safetensors", "tensorrt"),
 )
+# The orchestrator reads conversations with its tokenizer.
+RECIPES[CLASSIFIER_PLAN] = Recipe(
+    steps=(FETCH, PIECES, *RECIPES[PLAN].steps), tools=(*RECIPES[PLAN].tools, "tokenizers")
+)
 
 
 def recipe_of(parameters: AnyParameters) -> Recipe:
     """The recipe of an engine by its parameters."""
     if isinstance(parameters, PlanParameters):
-        return RECIPES[PLAN]
+        return RECIPES[CLASSIFIER_PLAN if parameters.engine == "complexity" else PLAN]
     is_llmapi = isinstance(parameters, TensorRTLLMParameters) and parameters.runtime == "llmapi"
     return RECIPES[LLMAPI if is_llmapi else parameters.engine]
 
@@ -354,8 +358,6 @@ def steps_of(job: Job) -> tuple[Step, ...]:
     parameters = job.settings.parameters
     assert parameters is not None
     steps = recipe_of(parameters).steps
-    if parameters.engine == "complexity" and isinstance(parameters, PlanParameters):
-        return (FETCH, PIECES, *steps)  # the orchestrator reads conversations with its tokenizer
     if not isinstance(parameters, TensorRTLLMParameters) or not parameters.adapters:
         return steps
     fetches = [_fetch_adapter(adapter) for adapter in parameters.adapters]

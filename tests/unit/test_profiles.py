@@ -66,7 +66,7 @@ def test_what_is_too_large_fits_none(shape: tuple[int, ...], fits: bool) -> None
 @pytest.mark.parametrize("name", GPU_TARGETS)
 def test_every_gpu_target_has_plans_for_all_networks(name: str) -> None:
     target = load_target(name)
-    assert set(target.plans) == {"embedding_encoder", "ocr_detector", "ocr_recognizer"}
+    assert set(target.plans) == {"embedding_encoder", "complexity", "ocr_detector", "ocr_recognizer"}
     for settings, parameters in target.plans.values():
         assert find_size_fault(parameters.engine, parameters, load_models(target)[settings.model or ""]) is None
         assert set(INPUTS[parameters.engine]) and parameters.opt_batch_size <= settings.max_batch_size
@@ -154,4 +154,4 @@ def test_the_fallback_is_data() -> None:
     row["models"]["embedding_encoder"] = load_target("cpu").model_dump()["models"]["embedding_encoder"]
     target = TargetRow.model_validate(row)
     check_pairs(target, MODELS)
-    assert set(target.plans) == {"ocr_detector", "ocr_recognizer"}
+    assert set(target.plans) == {"complexity", "ocr_detector", "ocr_recognizer"}

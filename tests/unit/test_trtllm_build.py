@@ -142,6 +142,7 @@ def quiet(step: str) -> Iterator[None]:
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Container:
     for engine in ("wordpiece", "ocr"):
         monkeypatch.setitem(RECIPES, engine, Recipe((), ()))
+    monkeypatch.setitem(RECIPES, "complexity_plan", RECIPES["plan"])  # without what is fetched
     made = Container(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     versions = {"tensorrt_llm": "1.2.1", "tensorrt": "10.14.1.48", "onnxruntime-gpu": "1.23.2"}
@@ -153,7 +154,7 @@ def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Container:
 # The commands of one engine, of one plan, and of a whole GPU target.
 ENGINE = ["hf", "python3", "trtllm-build", "verify_engine"]
 PLAN = ["onnx_graph", "tensorrt_plan", "verify_plan"]
-ALL = ENGINE * 2 + PLAN * 3
+ALL = ENGINE * 2 + PLAN * 4
 
 
 def test_a_target_is_built_once(container: Container) -> None:
@@ -277,7 +278,7 @@ def test_one_model_can_be_made_ahead(container: Container) -> None:
     assert container.calls == PLAN
     assert not (container.folder / "out").exists()
     container.build(target, models)
-    assert container.calls == ENGINE + PLAN * 2
+    assert container.calls == ENGINE + PLAN * 3
 
 
 def test_what_happens_to_an_artifact_does_not_reach_the_cache(container: Container) -> None:
@@ -302,7 +303,7 @@ def test_the_llm_api_model(container: Container, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(trtllm, "LLMAPI_MODEL", str(nvidia))
     target, models = alone("l4", {"model": "llama-3.2-1b-instruct"}, runtime="llmapi", precision="bf16")
     container.build(target, models)
-    assert container.calls == ["hf", *PLAN * 3]
+    assert container.calls == ["hf", *PLAN * 4]
     folder = container.folder / "out/model_repository/llm_large/1"
     assert {path.name for path in folder.iterdir()} == {
         "model.py",
@@ -449,5 +450,5 @@ def test_the_checkpoint_of_another_model_is_told(tmp_path: Path) -> None:
 
 
 def test_the_models_of_a_target_are_those_that_it_names() -> None:
-    others = {"all-minilm-l6-v2", "pp-ocrv6-small"}
+    others = {"all-minilm-l6-v2", "complexity", "pp-ocrv6-small"}
     assert set(load_models(load_target("l4"))) == {"llama-3.1-8b-instruct", "llama-3.2-1b-instruct", *others}
