@@ -101,7 +101,7 @@ def build_plan(trt: Any, graph: Path, wish: Wish, folder: Path, timing_cache: Pa
         _parse(trt, network, logger, graph, wish.name)
         check_network(network, wish)
         config = _configure(trt, builder, network, wish)
-        cache = _use_timing_cache(trt, config, timing_cache)
+        cache = use_timing_cache(trt, config, timing_cache)
         plan = builder.build_serialized_network(network, config)
         if plan is None:
             raise BuildError(f"{wish.name}: TensorRT built no plan: {_complaint(logger.lines)}; {INSTEAD}")
@@ -232,7 +232,7 @@ def _configure(trt: Any, builder: Any, network: Any, wish: Wish) -> Any:
     return config
 
 
-def _use_timing_cache(trt: Any, config: Any, path: Path | None) -> Any:
+def use_timing_cache(trt: Any, config: Any, path: Path | None) -> Any:
     """The cache in use; None where nothing is timed (TensorRT for RTX chooses kernels when they run)."""
     if path is None or trt.__name__ != LIBRARIES["tensorrt"]:
         return None
@@ -276,6 +276,15 @@ def _type_name(logged: str) -> str:
     return next((name for name, marks in LOGGED_TYPES.items() if words & set(marks)), logged.strip())
 
 
+def find_layer_fault(precision: str, lines: Sequence[tuple[str, str]]) -> str | None:
+    """What the list of layers has against a plan of `precision`; nothing against one whose builder lists none."""
+    listed = " ".join(_layer_lines(lines))
+    for each in sorted({"fp16", precision}) if precision != "fp32" and listed else ():
+        if not any(re.search(rf"\b{mark}\b", listed) for mark in LOGGED_TYPES[each]):
+            return f"precision is {precision!r}, and no layer of the plan has {each}"
+    return None
+
+
 def read_bytes_of(lines: Sequence[tuple[str, str]], what: str) -> int:
     """The sum of `Total <what> Memory: N bytes`, which is said for each profile: Triton has a context for each."""
     found = [re.search(rf"Total {what} Memory: (\d+) bytes", text) for _, text in lines]
@@ -294,13 +303,8 @@ def find_memory_fault(wish: Wish, weight_bytes: int, activation_bytes: int) -> s
 
 def _describe(trt: Any, network: Any, wish: Wish, lines: Sequence[tuple[str, str]]) -> Description:
     layers = read_layers(lines)
-    typed = " ".join(_layer_lines(lines))
-    for precision in {"fp16", wish.precision} - {"fp32"} if wish.precision != "fp32" else ():
-        if not any(re.search(rf"\b{mark}\b", typed) for mark in LOGGED_TYPES[precision]):
-            raise BuildError(
-                f"{wish.name}: precision is {wish.precision!r}, and no layer of the plan has {precision}: {layers}; "
-                "see builder.log"
-            )
+    if fault := find_layer_fault(wish.precision, lines):
+        raise BuildError(f"{wish.name}: {fault}: {layers}; see builder.log")
     weights, activations = read_bytes_of(lines, "Weights"), read_bytes_of(lines, "Activation")
     if fault := find_memory_fault(wish, weights, activations):
         raise BuildError(f"{wish.name}: {fault}")
@@ -362,7 +366,8 @@ def main(argv: list[str] | None = None) -> int:
     except (BuildError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{made.name}: layers {made.layers}, {made.weight_bytes} bytes of weights, {made.activation_bytes} beside")
+    known = f"layers {made.layers}" if made.layers else "the builder's log lists no layers, so their types are unknown"
+    print(f"{made.name}: {known}; {made.weight_bytes} bytes of weights, {made.activation_bytes} of activations")
     return 0
 
 

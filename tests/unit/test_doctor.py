@@ -349,7 +349,7 @@ def test_a_missing_template(l4: Path) -> None:
         (FakeMachine([L4._replace(driver="570.1")]), "driver 570.1; wanted: 590.44.01 or later"),
         (
             FakeMachine([L4._replace(free_mib=1000.0)]),
-            "GPU 0: 1.0 GiB free; wanted: 8.4 GiB of weights, KV cache and plans\nfix: end what else runs on it",
+            "GPU 0: 1.0 GiB free; wanted: 8.3 GiB of weights, KV cache and plans\nfix: end what else runs on it",
         ),
         (
             FakeMachine(versions={**VERSIONS, "tensorrt_llm": "1.1.0"}),

@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from build.tensorrt_plan import (
     Description,
     Wish,
     build_plan,
+    find_layer_fault,
     find_memory_fault,
     load_library,
     main,
@@ -34,6 +36,7 @@ from build.tensorrt_plan import (
     profiles_to_json,
     read_bytes_of,
     read_layers,
+    use_timing_cache,
 )
 
 TRT = load_library("tensorrt-rtx")
@@ -230,6 +233,47 @@ def test_layers_of_newer_and_older_logs() -> None:
         "Name: c, LayerType: shape_call, Inputs: [], Outputs: [], TacticName: ",
     ]
     assert read_layers([("VERBOSE", "Parsing"), ("VERBOSE", "\n".join(["Layers:", *layers]))]) == {"fp16": 2, "fp32": 1}
+
+
+@pytest.mark.parametrize(
+    ("precision", "types", "fault"),
+    [
+        ("fp32", "Float", None),
+        ("fp16", "Half", None),
+        ("fp16", "Float", "precision is 'fp16', and no layer of the plan has fp16"),
+        ("int8", "Half", "precision is 'int8', and no layer of the plan has int8"),
+        ("int8", "Half, Datatype: Int8", None),
+        ("fp8", "Half, Datatype: FP8", None),
+    ],
+)
+def test_layers_have_the_precision_that_was_asked_for(precision: str, types: str, fault: str | None) -> None:
+    layer = f"Name: a, LayerType: gemm, Inputs: [], Outputs: [ {{ Name: y, Datatype: {types} }} ], TacticName: t"
+    assert find_layer_fault(precision, [("VERBOSE", layer)]) == fault
+    assert find_layer_fault(precision, [("VERBOSE", "no list")]) is None
+
+
+class TimedConfig:
+    """A builder's configuration of a library that times kernels."""
+
+    def __init__(self) -> None:
+        self.read: bytes | None = None
+
+    def create_timing_cache(self, content: bytes) -> bytes:
+        self.read = content
+        return content
+
+    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> None:
+        assert cache == self.read and not ignore_mismatch
+
+
+def test_the_timing_cache_is_tensorrt_s_alone(tmp_path: Path) -> None:
+    config, path = TimedConfig(), tmp_path / "timing.cache"
+    tensorrt = SimpleNamespace(__name__="tensorrt")
+    assert use_timing_cache(tensorrt, config, None) is None and config.read is None
+    assert use_timing_cache(TRT, config, path) is None and config.read is None
+    assert use_timing_cache(tensorrt, config, path) == b""
+    path.write_bytes(b"timed")
+    assert use_timing_cache(tensorrt, config, path) == b"timed"
 
 
 def test_memory_is_that_of_all_profiles() -> None:
