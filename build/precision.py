@@ -12,6 +12,7 @@ Inputs and outputs stay what they were. The range of an activation is the larges
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import ml_dtypes
@@ -48,7 +49,7 @@ def convert(model: onnx.ModelProto, precision: str, samples: Sequence[Feeds] = (
 
     Raises `BuildError` for weights that leave FP16's range, and when there is nothing to quantise.
     """
-    model = _copy(model)
+    model = deepcopy(model)
     _name_nodes(model.graph)
     if precision in QUANTISED:
         _quantise(model, precision, samples)
@@ -65,21 +66,9 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
             graph.initializer.append(node.attribute[0].t)
         else:
             nodes.append(node)
-    nodes = [_copy_of(node) for node in nodes]
+    nodes = deepcopy(nodes)
     del graph.node[:]
     graph.node.extend(nodes)
-
-
-def _copy_of(node: onnx.NodeProto) -> onnx.NodeProto:
-    copy = onnx.NodeProto()
-    copy.CopyFrom(node)
-    return copy
-
-
-def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    return copy
 
 
 # --- FP16 --------------------------------------------------------------------------------------------------
@@ -128,7 +117,7 @@ def _halve(model: onnx.ModelProto) -> onnx.ModelProto:
     def as_type(name: str, wanted: int) -> str:
         """The tensor `name` in the type `wanted`, by a cast that is made once."""
         if name in initial:
-            return _as_initial(graph, initial, name, wanted)
+            return _as_initial(initial, name, wanted)
         if types[name] == wanted:
             return name
         if (name, wanted) not in casts:
@@ -137,7 +126,7 @@ def _halve(model: onnx.ModelProto) -> onnx.ModelProto:
         return casts[name, wanted]
 
     outputs = {each.name for each in graph.output}
-    for node in [_copy_of(each) for each in graph.node]:
+    for node in map(deepcopy, graph.node):
         own = FP32 if node.name in tail else FP16
         fixed = ALWAYS_FP32.get(node.op_type, ())
         for index, name in enumerate(node.input):
@@ -156,16 +145,10 @@ def _halve(model: onnx.ModelProto) -> onnx.ModelProto:
     del graph.node[:], graph.value_info[:]
     graph.node.extend(nodes)
     used = {name for node in nodes for name in node.input}
-    kept = [_tensor_copy(each) for each in initial.values() if each.name in used]
+    kept = [deepcopy(each) for each in initial.values() if each.name in used]
     del graph.initializer[:]
     graph.initializer.extend(kept)
     return model
-
-
-def _tensor_copy(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    copy = onnx.TensorProto()
-    copy.CopyFrom(tensor)
-    return copy
 
 
 def _float_tensors(model: onnx.ModelProto) -> set[str]:
@@ -176,7 +159,7 @@ def _float_tensors(model: onnx.ModelProto) -> set[str]:
     return floats | {each.name for each in graph.initializer if each.data_type == FP32}
 
 
-def _as_initial(graph: onnx.GraphProto, initial: dict[str, onnx.TensorProto], name: str, wanted: int) -> str:
+def _as_initial(initial: dict[str, onnx.TensorProto], name: str, wanted: int) -> str:
     if wanted == FP32:
         return name
     half = f"{name}.float16"
@@ -234,7 +217,7 @@ def _quantise(model: onnx.ModelProto, precision: str, samples: Sequence[Feeds]) 
         product.input[1] = f"{weights}.dequantised"
         before.append(_quantised_weights(graph, initial[weights], precision))
         graph.initializer.remove(initial[weights])
-    ordered = [each for node in graph.node for each in (*nodes.get(node.name, ()), _copy_of(node))]
+    ordered = [each for node in graph.node for each in (*nodes.get(node.name, ()), deepcopy(node))]
     del graph.node[:]
     graph.node.extend(ordered)
 
@@ -270,7 +253,7 @@ def _find_ranges(model: onnx.ModelProto, names: Sequence[str], samples: Sequence
     """The largest absolute value of each tensor over all samples, computed by ONNX Runtime."""
     import onnxruntime  # on the machine that quantises alone
 
-    probe = _copy(model)
+    probe = deepcopy(model)
     outputs = {each.name for each in probe.graph.output}
     probe.graph.output.extend(helper.make_tensor_value_info(name, FP32, None) for name in names if name not in outputs)
     session = onnxruntime.InferenceSession(probe.SerializeToString(), providers=["CPUExecutionProvider"])
