@@ -59,7 +59,8 @@ def _check_gpus(manifest: Manifest, gpu: Gpu, container: Container, gpus: Sequen
                 f"{last + 1}",
                 f"{machine}, or a smaller tp_size in the row, then {manifest.rebuild}",
             )
-    used = sorted({device for each in (*engines, *manifest.plans) for device in each.parameters.gpu_device_ids})
+    placed = [each.parameters for each in engines] + [each.parameters for each in manifest.plans]
+    used = sorted({device for parameters in placed for device in parameters.gpu_device_ids})
     for number in used:
         if number >= len(gpus):
             continue
