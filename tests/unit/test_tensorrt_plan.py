@@ -94,6 +94,16 @@ def test_int8_is_what_the_log_says(graph_folder: Callable[[str, str], Path], tmp
     assert "Datatype: Int8" in (tmp_path / "builder.log").read_text(encoding="utf-8")
 
 
+def test_fp8_is_for_gpus_that_have_it(graph_folder: Callable[[str, str], Path], tmp_path: Path) -> None:
+    wish = wish_for("embedding_encoder", "fp8")
+    wish = dataclasses.replace(wish, profiles=wish.profiles[:1])
+    graph = graph_folder("embedding_encoder", "fp8") / GRAPH
+    made = build_plan(TRT, graph, wish, tmp_path / "new")
+    assert made.layers["fp8"] > 0 and made.layers["fp16"] > made.layers["fp32"]
+    with pytest.raises(BuildError, match=r"built no plan: .*Cannot compile for target\(s\) sm86, .*fp8_e4m3"):
+        build_plan(TRT, graph, dataclasses.replace(wish, sm="8.6"), tmp_path / "old")
+
+
 def test_the_recogniser_for_sm_8_6(graph_folder: Callable[[str, str], Path], tmp_path: Path) -> None:
     folder = graph_folder("ocr_recognizer", "fp16")
     words = [
