@@ -11,7 +11,10 @@
     tokenizer.py      tokenizer.json and chat template from the weights' metadata
     bert_onnx.py      a sentence embedder as an ONNX graph
     openvino_ir.py    OpenVINO IR, in a process of its own
-    trtllm.py         the container's commands that make a TensorRT-LLM engine
+    trtllm.py         the container's commands that make a TensorRT-LLM engine; verify_engine.py is one of them
+    plan_commands.py  the commands that make a TensorRT plan: onnx_graph.py, tensorrt_plan.py, verify_plan.py
+    profiles.py       the shapes that a plan takes
+    precision.py      an ONNX graph in FP16, INT8 or FP8
     products.py       what such commands make, kept by what it is made from
     checkpoint_tokenizer.py  tokenizer and chat template from a Hugging Face checkpoint
     recipes.py        the steps each engine needs

@@ -56,10 +56,10 @@ def make_products(
     """Run the commands of one Triton model; what they make stays in the cache, where `build` finds it."""
     check_pairs(target, models)
     job = make_job(_known(target, only), target, models, Path("model_repository"), cache)
-    if target.gpu is None or target.container is None or only not in target.trtllm_engines:
+    if target.gpu is None or target.container is None or only not in target.compiled:
         raise BuildError(
             f"--only: {only!r} has no commands in a container, and what its steps make is not kept; models of target "
-            f"{target.name!r} that have: {', '.join(target.trtllm_engines) or 'none'}"
+            f"{target.name!r} that have: {', '.join(target.compiled) or 'none'}"
         )
     make_plan(target, models)
     check_machine(target.gpu, target.container)

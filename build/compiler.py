@@ -20,7 +20,7 @@ from build.manifest import describe_inputs, find_fault, list_files, write_manife
 from build.model_rows import AnyModelRow
 from build.pairs import check_pairs
 from build.plan import Plan, make_plan
-from build.recipes import make_job, steps_of
+from build.recipes import make_job, read_verified, steps_of
 from build.render import make_embedder, make_speech, make_tiers, render_config, render_ensemble, to_toml
 from build.render_trtllm import model_yaml
 from build.router_adapter import PATH as ADAPTER
@@ -71,7 +71,8 @@ def build(
             if not render_only:
                 _run_steps(target, models, work, cache, progress)
             with progress("write manifest"):
-                write_manifest(work, inputs)
+                verified = {} if render_only else read_verified(target, models, cache)
+                write_manifest(work, inputs, verified)
             _publish(work, output)
         finally:
             _clear(output)
@@ -104,8 +105,8 @@ def _render(
         if not config.is_file():
             raise BuildError(f"target {target.name!r} has model {name!r}, but {config} does not exist")
         with progress(f"{name}: render"):
-            # What runs a TensorRT-LLM engine is NVIDIA's, not our model.py.
-            ours = ("__pycache__", "1") if name in target.trtllm_engines else ("__pycache__",)
+            # What runs an engine or a plan is NVIDIA's, not our model.py.
+            ours = ("__pycache__", "1") if name in target.compiled else ("__pycache__",)
             shutil.copytree(source, repository / name, ignore=shutil.ignore_patterns(*ours))
             version = repository / name / "1"
             version.mkdir(exist_ok=True)  # Triton wants one, though an ensemble has nothing in it

@@ -3,8 +3,8 @@
     input_ids, attention_mask   INT32 [batch, sequence], as the embedder's
     probabilities               FP32 [batch, 4], of sum 1
 
-The word table stays in the 4 bits that it comes in, 54 MB instead of 384; its rows are unpacked as they are looked up.
-All else is FP32.
+The word table stays in the 4 bits that it comes in, 54 MB instead of 384; its rows are unpacked as they are looked up,
+by operators that TensorRT does not have, so for it the table is unpacked. All else is FP32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from build.router_adapter import POOLED_SCALE, Adapter, merge
 from orchestrator.contracts import PROBABILITIES
 
 
-def write_complexity_onnx(file: E5File, adapter: Adapter, model: ComplexityRow, path: Path) -> None:
+def write_complexity_onnx(
+    file: E5File, adapter: Adapter, model: ComplexityRow, path: Path, *, is_unpacked: bool = False
+) -> None:
     """Write the graph of `model` to `path`; raises `BuildError` if file, adapter and row are not of one model."""
     numbers = model.architecture
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"):
@@ -43,22 +45,29 @@ def write_complexity_onnx(file: E5File, adapter: Adapter, model: ComplexityRow, 
         )
     # Beyond the vocabulary are rows without a token.
     words = WordBlocks(file.words.packed[: numbers.vocab_size], file.words.scales[: numbers.vocab_size])
-    write_graph(make_complexity_onnx(words, merge(file.weights, adapter), numbers, adapter.temperature), path)
+    weights = merge(file.weights, adapter)
+    write_graph(make_complexity_onnx(words, weights, numbers, adapter.temperature, is_unpacked=is_unpacked), path)
 
 
 def make_complexity_onnx(
-    words: WordBlocks, weights: Weights, architecture: BertArchitecture, temperature: float
+    words: WordBlocks,
+    weights: Weights,
+    architecture: BertArchitecture,
+    temperature: float,
+    *,
+    is_unpacked: bool = False,
 ) -> onnx.ModelProto:
-    """The graph, all weights inside; `weights` are merged ones."""
-    graph = _ComplexityGraph(words, weights, architecture)
+    """The graph, all weights inside; `weights` are merged ones. With `is_unpacked` the word table is FP32."""
+    graph = _ComplexityGraph(words, weights, architecture, is_unpacked)
     graph.classify(*graph.encode(), temperature)
     return graph.finish("complexity", PROBABILITIES)
 
 
 class _ComplexityGraph(BertGraph):
-    def __init__(self, words: WordBlocks, weights: Weights, architecture: BertArchitecture) -> None:
+    def __init__(self, words: WordBlocks, weights: Weights, architecture: BertArchitecture, is_unpacked: bool) -> None:
         super().__init__(weights, architecture)
         self._words = words
+        self._is_unpacked = is_unpacked
 
     @property
     def num_outputs(self) -> int:
@@ -66,6 +75,9 @@ class _ComplexityGraph(BertGraph):
 
     def words(self, input_ids: str) -> str:
         """[B, S] -> [B, S, H], by way of blocks [B, S, H / 32, 16] of two weights a byte."""
+        if self._is_unpacked:
+            table = self._words.rows(np.arange(len(self._words.packed)))
+            return self.add("Gather", self.constant("words", table), input_ids)
         packed = self.add("Gather", self.constant("words.packed", self._words.packed), input_ids)
         low = self.add("BitwiseAnd", packed, self.constant("low_half", np.array(15, np.uint8)))
         high = self.add("BitShift", packed, self.constant("half", np.array(4, np.uint8)), direction="RIGHT")

@@ -156,10 +156,11 @@ class WordPieceParameters(Row):
     engine: Literal["wordpiece"]
 
 
-class OnnxRuntimeParameters(Row):
-    """Engine `onnxruntime`: a sentence embedder's graph; `num_threads` is how many compute one batch."""
+class EncoderParameters(Row):
+    """Engine `encoder`: a sentence embedder's graph in ONNX Runtime; `num_threads` is how many compute one batch."""
 
-    engine: Literal["onnxruntime"]
+    engine: Literal["encoder"]
+    runtime: Literal["onnxruntime"]
     num_threads: Count
 
 
@@ -167,11 +168,12 @@ class ComplexityParameters(Row):
     """Engine `complexity`: the classifier's graph in ONNX Runtime; `num_threads` is how many compute one batch."""
 
     engine: Literal["complexity"]
+    runtime: Literal["onnxruntime"]
     num_threads: Count
 
 
 class OcrNetworkParameters(Row):
-    """Engines `ocr_detector` and `ocr_recognizer`: a network of an OCR row, run by `runtime`.
+    """Engines `ocr_detector` and `ocr_recognizer`: a network of an OCR row, in ONNX Runtime.
 
     `num_threads` compute one batch. Of requests that Triton batched, those of equal size are computed together, as many
     as have `max_batch_pixels`: on a CPU larger batches gain nothing, and their activations leave its caches.
@@ -181,6 +183,42 @@ class OcrNetworkParameters(Row):
     runtime: Literal["onnxruntime"]
     num_threads: Count
     max_batch_pixels: Count
+
+
+class PlanParameters(Row):
+    """Runtime "tensorrt" of the engines that have an ONNX graph: compiled, behind NVIDIA's backend `tensorrt`.
+
+    `precision` is that of the graph (`build.precision`). Triton runs the row's `instance_count` on each of
+    `gpu_device_ids`. `profile_sizes` are the largest sizes of the optimisation profiles, from small to large
+    (`build.profiles` says of what); kernels are chosen for `opt_batch_size`. `memory_mib` is what an instance may take
+    on its GPU, weights included: what the builder is held to, and the KV caches beside it are planned with.
+    """
+
+    engine: str
+    runtime: Literal["tensorrt"]
+    precision: Literal["fp32", "fp16", "int8", "fp8"]
+    gpu_device_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    profile_sizes: Annotated[list[Count], Field(min_length=1)]
+    opt_batch_size: Count
+    memory_mib: Count
+
+
+class EncoderPlan(PlanParameters):
+    """The embedder's graph as a plan."""
+
+    engine: Literal["encoder"]
+
+
+class ComplexityPlan(PlanParameters):
+    """The classifier's graph as a plan."""
+
+    engine: Literal["complexity"]
+
+
+class OcrNetworkPlan(PlanParameters):
+    """A network of an OCR row as a plan."""
+
+    engine: Literal["ocr_detector", "ocr_recognizer"]
 
 
 class OcrParameters(Row):
@@ -196,7 +234,19 @@ class SpeechParameters(Row):
     num_threads: Count
 
 
-AnyOcrParameters = OcrNetworkParameters | OcrParameters
-EmbedderParameters = WordPieceParameters | OnnxRuntimeParameters
+AnyOcrParameters = OcrNetworkParameters | OcrNetworkPlan | OcrParameters
+EmbedderParameters = WordPieceParameters | EncoderParameters | EncoderPlan
+ClassifierParameters = ComplexityParameters | ComplexityPlan
 EngineParameters = OpenVINOParameters | ScriptedParameters | TensorRTLLMParameters
-AnyParameters = EngineParameters | EmbedderParameters | ComplexityParameters | AnyOcrParameters | SpeechParameters
+AnyParameters = EngineParameters | EmbedderParameters | ClassifierParameters | AnyOcrParameters | SpeechParameters
+# As a row is read: by `engine`, and then, where there are several, by `runtime`.
+ReadParameters = Annotated[
+    EngineParameters
+    | WordPieceParameters
+    | Annotated[EncoderParameters | EncoderPlan, Field(discriminator="runtime")]
+    | Annotated[ComplexityParameters | ComplexityPlan, Field(discriminator="runtime")]
+    | Annotated[OcrNetworkParameters | OcrNetworkPlan, Field(discriminator="runtime")]
+    | OcrParameters
+    | SpeechParameters,
+    Field(discriminator="engine"),
+]

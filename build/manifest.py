@@ -58,15 +58,18 @@ def describe_inputs(
     return inputs | {"inputs_sha256": hashlib.sha256(_to_bytes(decides)).hexdigest()}
 
 
-def write_manifest(root: Path, inputs: Mapping[str, Any]) -> None:
-    """Write manifest.json last: it and every file it names have reached the disk when this returns."""
+def write_manifest(root: Path, inputs: Mapping[str, Any], verified: Mapping[str, Any] | None = None) -> None:
+    """Write manifest.json last: it and every file it names have reached the disk when this returns.
+
+    `verified` is what was found when engines and plans were compared with what they were made from.
+    """
     files = {}
     for path in list_files(root):
         with path.open("rb") as file:
             os.fsync(file.fileno())
         files[path.relative_to(root).as_posix()] = _entry(path)
     with (root / NAME).open("wb") as file:
-        file.write(_to_bytes({**inputs, "files": files}))
+        file.write(_to_bytes({**inputs, **({"verified": verified} if verified else {}), "files": files}))
         file.flush()
         os.fsync(file.fileno())
 
@@ -78,6 +81,7 @@ def find_fault(root: Path, inputs: Mapping[str, Any]) -> str | None:
     try:
         found = json.loads((root / NAME).read_bytes())
         files = found.pop("files")
+        found.pop("verified", None)
         if found != inputs:
             return "rows, sources, code or tools changed"
         present = [path for path in list_files(root) if path != root / NAME]
@@ -101,7 +105,10 @@ def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        where = "run it inside the target's container" if package in CONTAINER_TOOLS else "pip install -e '.[cpu]'"
+        if package == "onnxruntime-gpu":
+            where = "inside the target's container: pip install -c constraints.txt -e '.[build]'"
+        else:
+            where = "run it inside the target's container" if package in CONTAINER_TOOLS else "pip install -e '.[cpu]'"
         raise BuildError(f"the build needs package {package}, which is not installed; {where}") from None
 
 

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from build.engine_rows import DraftTarget, Eagle, Lookahead, Medusa, NGram, TensorRTLLMParameters
+from build.engine_rows import (
+    DraftTarget,
+    Eagle,
+    Lookahead,
+    Medusa,
+    NGram,
+    PlanParameters,
+    TensorRTLLMParameters,
+)
 from build.errors import BuildError
 from build.gpu_rows import Container, Gpu
-from build.model_rows import AnyModelRow, ModelRow
+from build.model_rows import AnyModelRow, EmbedderRow, ModelRow
+from build.profiles import find_size_fault
 from build.rows import TargetRow, TritonModel
 
 # FP8 tensor cores come with Ada, SM 8.9 (Model Optimizer's support matrix: FP8 and W4A8 are "Ada and later").
@@ -46,6 +55,28 @@ def check_pairs(target: TargetRow, models: Mapping[str, AnyModelRow]) -> None:
             *(_engine_faults if parameters.runtime == "engine" else _llmapi_faults)(parameters, settings),
         ):
             raise BuildError(f"{target.name}.toml: models.{name}.{fault}")
+    for name, (settings, plan) in target.plans.items():
+        assert target.gpu is not None  # the row's own rule
+        for fault in _plan_faults(plan, models[settings.model or ""], target.gpu):
+            raise BuildError(f"{target.name}.toml: models.{name}.{fault}")
+
+
+def _plan_faults(parameters: PlanParameters, model: AnyModelRow, gpu: Gpu) -> Iterator[str]:
+    if fault := find_size_fault(parameters.engine, parameters, model):
+        yield fault
+    if parameters.precision in ("int8", "fp8") and not isinstance(model, EmbedderRow):
+        yield (
+            f"parameters.precision is {parameters.precision!r}, which needs samples to find ranges with; there "
+            "are some for the embedder alone; allowed here: 'fp32', 'fp16'"
+        )
+    if parameters.precision == "fp8" and gpu.architecture < FIRST_FP8:
+        yield (
+            f"parameters.precision is 'fp8'; {gpu.name} has SM {gpu.sm}, and FP8 needs 8.9 or later; allowed here: "
+            "'fp32', 'fp16', 'int8'"
+        )
+    ids = parameters.gpu_device_ids
+    if len(set(ids)) != len(ids) or max(ids) >= gpu.count:
+        yield f"parameters.gpu_device_ids is {ids}; allowed: each of 0 to {gpu.count - 1} (gpu.count) at most once"
 
 
 def _machine_faults(

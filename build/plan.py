@@ -1,6 +1,6 @@
 """What a GPU target will hold and at best do, from its rows alone: memory, sequences, floors of time, money.
 
-    free   = GPU memory - sum over its engines of (weights + activations + runtime)
+    free   = GPU memory - sum over its engines of (weights + activations + runtime) - what its TensorRT plans may take
     pool   = kv_cache_share of that, in whole blocks; with several GPUs what the fullest one allows
     floors = bytes to read ÷ bandwidth, operations ÷ peak: no run can be faster, real ones are slower
 
@@ -197,7 +197,7 @@ def make_plan(
     engines = {
         name: _measure(settings, parameters, models) for name, (settings, parameters) in target.trtllm_engines.items()
     }
-    free = _free_memory(target.name, gpu, engines)
+    free = _free_memory(target, gpu, engines)
     pools = {name: _pool_tokens(target.name, name, engine, free) for name, engine in engines.items()}
     plans = {}
     for name, engine in engines.items():
@@ -227,24 +227,32 @@ def _measure(settings: TritonModel, parameters: TensorRTLLMParameters, models: M
     return _Engine(settings, parameters, model, weights, activations)
 
 
-def _free_memory(target: str, gpu: Gpu, engines: Mapping[str, _Engine]) -> dict[int, int]:
+def plan_bytes(target: TargetRow, device: int) -> int:
+    """What the TensorRT plans on a GPU may take, all instances."""
+    here = [(row, each) for row, each in target.plans.values() if device in each.gpu_device_ids]
+    return sum(row.instance_count * each.memory_mib * 2**20 for row, each in here)
+
+
+def _free_memory(target: TargetRow, gpu: Gpu, engines: Mapping[str, _Engine]) -> dict[int, int]:
     """Bytes for KV caches on each GPU, after everything that is not KV cache."""
     free = {}
     for device in range(gpu.count):
         here = {name: each for name, each in engines.items() if device in each.parameters.gpu_device_ids}
-        free[device] = gpu.memory_mib * 2**20 - sum(each.fixed_bytes for each in here.values())
+        plans = plan_bytes(target, device)
+        free[device] = gpu.memory_mib * 2**20 - sum(each.fixed_bytes for each in here.values()) - plans
         shares = sum(each.parameters.kv_cache_share for each in here.values())
         if free[device] <= 0:
             raise BuildError(
-                f"{target}.toml: GPU {device} ({gpu.name}) has {_gib(gpu.memory_mib * 2**20)}, but its engines take "
-                f"{' + '.join(f'{name}: {_sum_of(each)}' for name, each in here.items())}; "
+                f"{target.name}.toml: GPU {device} ({gpu.name}) has {_gib(gpu.memory_mib * 2**20)}, but its engines "
+                f"take {' + '.join(f'{name}: {_sum_of(each)}' for name, each in here.items())}"
+                f"{f' + {_gib(plans)} TensorRT plans (memory_mib)' if plans else ''}; "
                 f"that is {_gib(-free[device])} too much; fix: a smaller precision, more tp_size, or fewer engines "
                 "a GPU"
             )
         # Sums of decimal fractions: 0.3 + 0.6 is a little less than 0.9.
         if shares > 0.95 + 1e-9:
             raise BuildError(
-                f"{target}.toml: kv_cache_share: the engines on GPU {device} take {shares:.2f} together "
+                f"{target.name}.toml: kv_cache_share: the engines on GPU {device} take {shares:.2f} together "
                 f"({', '.join(f'{name}: {each.parameters.kv_cache_share}' for name, each in here.items())}); "
                 "allowed: up to 0.95, since the reserves are estimates"
             )

@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from build.errors import BuildError
 from build.locks import lock
 
 LOG_TAIL_LINES = 15
+CHECKOUT = Path(__file__).parents[1]
 
 
 class Output(NamedTuple):
@@ -34,16 +36,24 @@ class InCache(NamedTuple):
     path: str
 
 
+class Checkout(NamedTuple):
+    """Stands for the folder that has the package `build`."""
+
+
+class Python(NamedTuple):
+    """Stands for the Python that builds; in a script, the container's own."""
+
+
 @dataclass(frozen=True)
 class Product:
     """A folder in the cache: `name`, for people, and the `words` of the command that writes it.
 
-    A word is a text, the `Output`, a path `InCache`, or another product, which is made first. `versions` are those that
-    decide the result, and `files` are patterns that must match something in it.
+    A word is a text, what one of the classes above stands for, or another product, which is made first. `versions` are
+    those that decide the result, and `files` are patterns that must match something in it.
     """
 
     name: str
-    words: tuple[str | Output | InCache | Product, ...]
+    words: tuple[str | Output | InCache | Checkout | Python | Product, ...]
     versions: Mapping[str, str]
     files: tuple[str, ...]
 
@@ -77,15 +87,19 @@ class Product:
             seen.add(self.key)
             yield self
 
-    def command(self, cache: Path) -> list[str]:
+    def command(self, cache: Path, python: str = "python3") -> list[str]:
         """The words as they are run; the output is beside its place."""
-        return [self._word(word, cache) for word in self.words]
+        return [self._word(word, cache, python) for word in self.words]
 
-    def _word(self, word: str | Output | InCache | Product, cache: Path) -> str:
+    def _word(self, word: str | Output | InCache | Checkout | Python | Product, cache: Path, python: str) -> str:
         if isinstance(word, Product):
             return str(word.path(cache))
         if isinstance(word, Output):
             return str(self._scratch(cache))
+        if isinstance(word, Checkout):
+            return str(CHECKOUT)
+        if isinstance(word, Python):
+            return python
         return str(cache / word.path) if isinstance(word, InCache) else word
 
     def _scratch(self, cache: Path) -> Path:
@@ -110,7 +124,7 @@ class Product:
                 if isinstance(word, InCache):
                     (cache / word.path).parent.mkdir(parents=True, exist_ok=True)
             log = path.with_name(f"{path.name}.log")
-            _run(self.command(cache), log, self.name)
+            _run(self.command(cache, sys.executable), log, self.name)
             missing = [pattern for pattern in self.files if not list(scratch.glob(pattern))]
             if missing:
                 raise BuildError(f"{self.name}: the command succeeded, but wrote no {', '.join(missing)}; see {log}")
@@ -130,6 +144,11 @@ class Product:
                     return f"{path.name} is not in the cache; the one there has {changed[0][0]}, not {changed[0][1]}"
                 return f"{path.name} is not in the cache; the one there was made by a longer or shorter command"
         return f"{path.name} is not in the cache"
+
+
+def of_ours(module: str, *words: str | Output | InCache | Product) -> tuple[Any, ...]:
+    """The words of a command that is a module of this package, which is found in the checkout alone."""
+    return ("env", "-C", Checkout(), Python(), "-m", f"build.{module}", *words)
 
 
 def as_script(products: Sequence[Product], cache: Path) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from build import trtllm
+from build import plan_commands, trtllm
 from build.bert_onnx import write_bert_onnx
 from build.checkpoint_tokenizer import copy_tokenizer
 from build.complexity_onnx import write_complexity_onnx
 from build.e5_file import read_e5
-from build.engine_rows import AdapterRow, AnyParameters, TensorRTLLMParameters
+from build.engine_rows import AdapterRow, AnyParameters, PlanParameters, TensorRTLLMParameters
 from build.fetch import cached_path, fetch
 from build.gpu_rows import Container, Gpu
 from build.lora import write_lora
@@ -23,6 +24,8 @@ from build.openvino_ir import write_openvino_ir
 from build.products import Product
 from build.router_adapter import read_adapter
 from build.rows import TargetRow, TritonModel
+from build.tensorrt_plan import DESCRIPTION
+from build.tensorrt_plan import PLAN as PLAN_FILE
 from build.tokenizer import write_tokenizer, write_word_pieces
 from build.unigram_tokenizer import write_unigram
 
@@ -75,6 +78,11 @@ class Job:
     @property
     def trtllm(self) -> TensorRTLLMParameters:
         assert isinstance(self.settings.parameters, TensorRTLLMParameters)
+        return self.settings.parameters
+
+    @property
+    def plan(self) -> PlanParameters:
+        assert isinstance(self.settings.parameters, PlanParameters)
         return self.settings.parameters
 
     @property
@@ -184,6 +192,32 @@ def engine(job: Job) -> Product:
     return trtllm.build_engine(job.llm, job.settings, job.trtllm, job.gpu, job.container)
 
 
+def engine_verified(job: Job) -> Product:
+    """Its comparison with the original."""
+    return trtllm.verify_engine(job.llm, job.settings, job.trtllm, job.gpu, job.container)
+
+
+def graph(job: Job) -> Product:
+    """The ONNX graph that a plan is made from."""
+    return plan_commands.make_graph(job.plan.engine, job.plan, job.model)
+
+
+def plan(job: Job) -> Product:
+    """The TensorRT plan."""
+    return plan_commands.build_plan(job.name, job.settings, job.plan, job.model, job.gpu, job.container)
+
+
+def plan_verified(job: Job) -> Product:
+    """Its comparison with ONNX Runtime."""
+    return plan_commands.verify_plan(job.name, job.settings, job.plan, job.model, job.gpu, job.container)
+
+
+def install_plan(job: Job) -> None:
+    """`model.plan`, and `plan.json`, which says what it takes."""
+    for name in (PLAN_FILE, DESCRIPTION):
+        shutil.copyfile(plan(job).path(job.cache) / name, job.folder / name)
+
+
 def llmapi_model(job: Job) -> Product:
     """NVIDIA's model.py for the PyTorch runtime."""
     return trtllm.copy_llmapi_model(job.container)
@@ -252,7 +286,7 @@ RECIPES: dict[str, Recipe] = {
     "scripted": Recipe(steps=(FETCH, TOKENIZER), tools=("gguf", "tokenizers")),
     "wordpiece": Recipe(steps=(FETCH, WORD_PIECES), tools=("tokenizers",)),
     "complexity": Recipe(steps=(FETCH, PIECES, CLASSIFIER), tools=("numpy", "onnx", "safetensors", "tokenizers")),
-    "onnxruntime": Recipe(steps=(FETCH, ONNX), tools=("numpy", "onnx", "safetensors")),
+    "encoder": Recipe(steps=(FETCH, ONNX), tools=("numpy", "onnx", "safetensors")),
     "ocr_detector": Recipe(steps=(FETCH, Step("change graph", change_detector)), tools=("onnx",)),
     "ocr_recognizer": Recipe(steps=(FETCH, Step("change graph", change_recognizer)), tools=("onnx",)),
     "ocr": Recipe(steps=(FETCH, Step("copy alphabet", copy_alphabet)), tools=("onnx",)),
@@ -263,8 +297,9 @@ RECIPES: dict[str, Recipe] = {
     "tts": Recipe(steps=(FETCH, FILES), tools=("piper-tts",)),
 }
 
-# Runtime "llmapi" of engine "tensorrt_llm" is made differently.
+# Runtime "llmapi" of engine "tensorrt_llm" is made differently, and so is runtime "tensorrt" of those with a graph.
 LLMAPI = "tensorrt_llm_llmapi"
+PLAN, CLASSIFIER_PLAN = "plan", "complexity_plan"
 # Packages of the container.
 CONTAINER_TOOLS = ("tensorrt", "tensorrt_llm")
 RECIPES["tensorrt_llm"] = Recipe(
@@ -272,6 +307,7 @@ RECIPES["tensorrt_llm"] = Recipe(
         _command("fetch checkpoint", checkpoint),
         _command("convert weights for TensorRT-LLM", converted),
         _command("build engine", engine),
+        _command("compare with the original", engine_verified),
         Step("copy tokenizer", copy_checkpoint_tokenizer),
         Step("install engine", install_engine),
     ),
@@ -289,8 +325,25 @@ RECIPES[LLMAPI] = Recipe(
 )
 
 
+RECIPES[PLAN] = Recipe(
+    steps=(
+        _command("write graph", graph),
+        _command("build plan", plan),
+        _command("compare with ONNX Runtime", plan_verified),
+        Step("install plan", install_plan),
+    ),
+    tools=("numpy", "onnx", "onnxruntime-gpu", "safetensors", "tensorrt"),
+)
+# The orchestrator reads conversations with its tokenizer.
+RECIPES[CLASSIFIER_PLAN] = Recipe(
+    steps=(FETCH, PIECES, *RECIPES[PLAN].steps), tools=(*RECIPES[PLAN].tools, "tokenizers")
+)
+
+
 def recipe_of(parameters: AnyParameters) -> Recipe:
     """The recipe of an engine by its parameters."""
+    if isinstance(parameters, PlanParameters):
+        return RECIPES[CLASSIFIER_PLAN if parameters.engine == "complexity" else PLAN]
     is_llmapi = isinstance(parameters, TensorRTLLMParameters) and parameters.runtime == "llmapi"
     return RECIPES[LLMAPI if is_llmapi else parameters.engine]
 
@@ -320,3 +373,14 @@ def find_products(job: Job) -> Iterator[tuple[Step, Product]]:
     for step in steps_of(job):
         if step.product is not None and (product := step.product(job)) is not None:
             yield step, product
+
+
+def read_verified(target: TargetRow, models: Mapping[str, AnyModelRow], cache: Path) -> dict[str, Any]:
+    """What the comparisons of `target`'s engines and plans found, by Triton model; they have all been made."""
+    found = {}
+    for name in target.parts:
+        job = make_job(name, target, models, Path("model_repository"), cache)
+        for _, product in find_products(job):
+            if plan_commands.VERIFIED in product.files:
+                found[name] = json.loads((product.path(cache) / plan_commands.VERIFIED).read_bytes())
+    return found

@@ -14,12 +14,13 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from build.engine_rows import TensorRTLLMParameters
+from build.engine_rows import PlanParameters, TensorRTLLMParameters
 from build.errors import BuildError
 from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow, SpeechRow
 from build.plan import EnginePlan
 from build.render_trtllm import backend_parameters, llmapi_parameters
 from build.rows import TargetRow, TierRow, TritonModel
+from build.tensorrt_plan import PLAN
 from orchestrator.config import Adapter, Embedder, Speaker, Speech, Tier, Tiers, Transcriber
 from orchestrator.contracts import STT_MODEL, TTS_MODEL
 
@@ -41,10 +42,15 @@ def render_config(
     if settings.allow_ragged_batch:
         for tensor in config.input:
             tensor.allow_ragged_batch = True
-    config.instance_group.add(
+    group = config.instance_group.add(
         kind=model_config_pb2.ModelInstanceGroup.Kind.Value(settings.instance_kind),
         count=settings.instance_count,
     )
+    if isinstance(settings.parameters, PlanParameters):
+        config.platform = "tensorrt_plan"
+        config.default_model_filename = PLAN
+        group.gpus.extend(settings.parameters.gpu_device_ids)
+        group.profile.extend(str(index) for index in range(len(settings.parameters.profile_sizes)))
     for key, value in engine_parameters(name, settings, model, plan).items():
         config.parameters[key].string_value = value
     text: str = text_format.MessageToString(config)
@@ -82,7 +88,7 @@ def engine_parameters(
     name: str, settings: TritonModel, model: AnyModelRow | None, plan: EnginePlan | None = None
 ) -> dict[str, str]:
     """What an engine reads from its configuration: the target's parameters, and some numbers of the model."""
-    if settings.parameters is None or model is None:
+    if settings.parameters is None or model is None or isinstance(settings.parameters, PlanParameters):
         return {}
     if isinstance(settings.parameters, TensorRTLLMParameters):
         if _is_llmapi(settings):

@@ -14,10 +14,12 @@ from pydantic import Field, model_validator
 from build.engine_rows import (
     AnyOcrParameters,
     AnyParameters,
-    ComplexityParameters,
+    ClassifierParameters,
     DraftTarget,
     EmbedderParameters,
     EngineParameters,
+    PlanParameters,
+    ReadParameters,
     SpeechParameters,
     TensorRTLLMParameters,
 )
@@ -79,27 +81,45 @@ class TritonModel(Row):
     `allow_ragged_batch` lets it join requests of different shapes, for a model that can take them apart.
     """
 
-    backend: Literal["python", "tensorrtllm"]
+    backend: Literal["python", "tensorrtllm", "tensorrt"]
     max_batch_size: Annotated[int, Field(ge=0)]
     max_queue_delay_microseconds: Annotated[int, Field(ge=0, le=2000)] | None = None
     allow_ragged_batch: bool = False
-    instance_kind: Literal["KIND_CPU"]
+    instance_kind: Literal["KIND_CPU", "KIND_GPU"]
     instance_count: Count
     model: Name | None = None
-    parameters: Annotated[AnyParameters, Field(discriminator="engine")] | None = None
+    parameters: ReadParameters | None = None
 
     @model_validator(mode="after")
     def _engine_is_whole(self) -> TritonModel:
         if (self.model is None) != (self.parameters is None):
             raise ValueError("an engine needs both `model` and `parameters`; another model has neither")
         is_engine = isinstance(self.parameters, TensorRTLLMParameters) and self.parameters.runtime == "engine"
-        backend = "tensorrtllm" if is_engine else "python"
+        is_plan = isinstance(self.parameters, PlanParameters)
+        backend = "tensorrtllm" if is_engine else "tensorrt" if is_plan else "python"
         if self.backend != backend:
             raise ValueError(
                 f"backend is {self.backend!r}; only {backend!r} is allowed here (engine 'tensorrt_llm' with runtime "
-                "'engine' is the one that runs in NVIDIA's backend 'tensorrtllm')"
+                "'engine' runs in NVIDIA's 'tensorrtllm', runtime 'tensorrt' in 'tensorrt', all else in 'python')"
             )
+        kind = "KIND_GPU" if is_plan else "KIND_CPU"
+        if self.instance_kind != kind:
+            raise ValueError(
+                f"instance_kind is {self.instance_kind!r}; only {kind!r} is allowed here (backend 'tensorrt' has "
+                "instances on GPUs alone, and the others' are no matter of Triton's)"
+            )
+        if isinstance(self.parameters, PlanParameters):
+            self._check_plan(self.parameters)
         return self
+
+    def _check_plan(self, parameters: PlanParameters) -> None:
+        if self.allow_ragged_batch:
+            raise ValueError("allow_ragged_batch: backend 'tensorrt' takes equal shapes alone; leave it out")
+        if not 1 <= parameters.opt_batch_size <= self.max_batch_size:
+            raise ValueError(
+                f"parameters.opt_batch_size is {parameters.opt_batch_size}; allowed: 1 to max_batch_size, "
+                f"{self.max_batch_size}"
+            )
 
 
 class TierRow(Row):
@@ -138,7 +158,7 @@ class TargetRow(Row):
     """One target: `targets/<name>.toml`. `models` goes by Triton model name, `tiers` from cheap to dear.
 
     `ensembles` are Triton models that join others of `models`; all there is to say of one is its config.pbtxt.
-    `gpu` and `container` say where its TensorRT-LLM engines are built and run; without such engines they are left out.
+    `gpu` and `container` say where its engines and plans are built and run; without TensorRT-LLM they are left out.
     """
 
     name: Name
@@ -189,6 +209,11 @@ class TargetRow(Row):
         has_engines = bool(self.trtllm_engines)
         if (self.gpu is not None, self.container is not None) != (has_engines, has_engines):
             raise ValueError("gpu, container: both with engines 'tensorrt_llm', neither without")
+        if self.plans and not has_engines:
+            raise ValueError(
+                f"models.{next(iter(self.plans))}.parameters.runtime is 'tensorrt', which needs a GPU; this target has "
+                "none; allowed: 'onnxruntime'"
+            )
         return self
 
     def _check_ocr(self) -> None:
@@ -213,6 +238,20 @@ class TargetRow(Row):
             for name, model in self.models.items()
             if isinstance(model.parameters, TensorRTLLMParameters)
         }
+
+    @property
+    def plans(self) -> dict[str, tuple[TritonModel, PlanParameters]]:
+        """The same of the models that are TensorRT plans."""
+        return {
+            name: (model, model.parameters)
+            for name, model in self.models.items()
+            if isinstance(model.parameters, PlanParameters)
+        }
+
+    @property
+    def compiled(self) -> list[str]:
+        """The Triton models that commands of the container make."""
+        return [*self.trtllm_engines, *self.plans]
 
     def source_of(self, name: str) -> str:
         """The folder of the source repository that the Triton model `name` is rendered from.
@@ -243,12 +282,12 @@ class TargetRow(Row):
         }
 
     @property
-    def classifiers(self) -> dict[str, tuple[str, ComplexityParameters]]:
+    def classifiers(self) -> dict[str, tuple[str, ClassifierParameters]]:
         """The same for the model that judges conversations, if the target has it."""
         return {
             name: (model.model, model.parameters)
             for name, model in self.models.items()
-            if model.model is not None and isinstance(model.parameters, ComplexityParameters)
+            if model.model is not None and isinstance(model.parameters, ClassifierParameters)
         }
 
     @property

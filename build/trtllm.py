@@ -3,6 +3,7 @@
     fetch    the checkpoint from the Hugging Face Hub, at one commit
     convert  quantize.py writes TensorRT-LLM's checkpoint by itself; 16-bit weights go through convert_checkpoint.py
     build    trtllm-build: paged KV cache, in-flight batching, one file for each GPU
+    verify   the engine against the original (`build.verify_engine`)
 
 Every flag and value is held against NVIDIA's own lists by tests/unit/test_trtllm_flags.py. The paths are those of the
 image (tensorrtllm_backend's documentation); all flags are those of TensorRT-LLM 1.2.
@@ -20,7 +21,8 @@ from build.gpu_rows import Container, Gpu
 from build.lora import MODULES as LORA_MODULES
 from build.model_rows import Checkpoint, ModelRow
 from build.pairs import AWQ_BLOCK, SIXTEEN_BITS
-from build.products import InCache, Output, Product
+from build.plan_commands import VERIFIED, hash_code
+from build.products import InCache, Output, Product, of_ours
 from build.rows import TritonModel
 
 EXAMPLES = "/app/examples"
@@ -143,6 +145,24 @@ def build_engine(
             "cuda": container.cuda,
         },
         files=("config.json", *_ranks(parameters, "rank{}.engine")),
+    )
+
+
+def verify_engine(
+    model: ModelRow, settings: TritonModel, parameters: TensorRTLLMParameters, gpu: Gpu, container: Container
+) -> Product:
+    """`verified.json`: how far the engine's answers are from the original's. It fails when they are too far."""
+    assert model.checkpoint is not None  # `build.pairs` refused it
+    return Product(
+        name=f"verified-{model.name}-{parameters.precision}",
+        words=of_ours(
+            "verify_engine",
+            *("--engine", build_engine(model, settings, parameters, gpu, container)),
+            *("--checkpoint", fetch_checkpoint(model.checkpoint), "--precision", parameters.precision),
+            *("--end_id", str(model.token_ids.end), "--output_dir", Output()),
+        ),
+        versions={"code": hash_code(("verify_engine.py",))},
+        files=(VERIFIED,),
     )
 
 

@@ -50,15 +50,16 @@ class Container(_Part):
 class Parameters(_Part):
     """Of an engine's parameters, what says where it runs and how much memory it takes.
 
-    `runtime` is that of engine `tensorrt_llm`, or of a network of OCR's; the numbers that follow it are of engine
-    `tensorrt_llm` alone.
+    `runtime` is that of engine `tensorrt_llm`, or of what has an ONNX graph; the numbers that follow it are of engine
+    `tensorrt_llm` alone, but for `gpu_device_ids` and `memory_mib`, what an instance may take there, of a plan.
     """
 
     engine: str
-    runtime: Literal["engine", "llmapi", "onnxruntime"] | None = None
+    runtime: Literal["engine", "llmapi", "onnxruntime", "tensorrt"] | None = None
     tp_size: int = 1
     pp_size: int = 1
     gpu_device_ids: list[int] = []
+    memory_mib: int = 0
     max_input_len: int = 0
     max_seq_len: int = 0
     max_num_tokens: int = 0
@@ -113,6 +114,14 @@ class TrtllmEngine(_Part):
     parameters: Parameters
 
 
+class TensorRTPlan(_Part):
+    """A Triton model that is a TensorRT plan."""
+
+    name: str
+    settings: TritonModel
+    parameters: Parameters
+
+
 class Manifest(_Part):
     """The parts of manifest.json that matter after the build."""
 
@@ -130,6 +139,15 @@ class Manifest(_Part):
             TrtllmEngine(name=name, settings=model, parameters=model.parameters)
             for name, model in self.row.models.items()
             if model.parameters is not None and model.parameters.engine == "tensorrt_llm"
+        ]
+
+    @property
+    def plans(self) -> list[TensorRTPlan]:
+        """In the row's order."""
+        return [
+            TensorRTPlan(name=name, settings=model, parameters=model.parameters)
+            for name, model in self.row.models.items()
+            if model.parameters is not None and model.parameters.runtime == "tensorrt"
         ]
 
     def find_architecture(self, settings: TritonModel | None) -> Architecture | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from build.compiler import build
-from build.model_rows import AnyModelRow, EmbedderRow, ModelRow, OcrRow
+from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow, OcrRow
 from build.rows import HERE, TargetRow, list_targets, load_target
 from orchestrator.config import read_toml
 
@@ -83,7 +83,8 @@ def _with_models(target: TargetRow) -> tuple[TargetRow, dict[str, AnyModelRow]]:
     drafts = {"llama-3.2-1b-instruct"}
     rows = {name: _read_model(name, ModelRow) for name in {model for model, _ in target.engines.values()} | drafts}
     readers = {name: _read_model(name, OcrRow) for name, _ in target.readers.values()}
-    return target, rows | readers | {target.embedder: _read_model(target.embedder, EmbedderRow)}
+    classifiers = {name: _read_model(name, ComplexityRow) for name, _ in target.classifiers.values()}
+    return target, rows | readers | classifiers | {target.embedder: _read_model(target.embedder, EmbedderRow)}
 
 
 def vary(

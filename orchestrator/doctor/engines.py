@@ -1,4 +1,7 @@
-"""TensorRT-LLM's engines in an artifact: whole, of the version and size that the row says, with room for a sequence."""
+"""TensorRT-LLM's engines and TensorRT's plans in an artifact: whole, of the version and size that the row says.
+
+An engine must have room for a sequence.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from google.protobuf import text_format
 
 from orchestrator.doctor.findings import Finding
 from orchestrator.doctor.repository import read_config
-from orchestrator.manifest import MODEL_REPOSITORY, Manifest, TrtllmEngine
+from orchestrator.manifest import MODEL_REPOSITORY, Manifest, TensorRTPlan, TrtllmEngine
 
 CHECK = "engine"
 _KV_BYTES = {"auto": 2, "fp8": 1, "int8": 1}
@@ -27,6 +30,30 @@ def check_engines(root: Path, manifest: Manifest) -> Iterator[Finding]:
         faults = [*find(root, manifest, engine), *_find_pool_faults(root, manifest, engine)]
         what = f"{engine.name}: {engine.settings.model}, tp {engine.parameters.tp_size}"
         yield from faults or [Finding(CHECK, f"{what}, a KV cache of {pool_tokens(root, engine)} tokens")]
+
+
+def check_plans(root: Path, manifest: Manifest) -> Iterator[Finding]:
+    """A finding for each TensorRT plan, or for its fault."""
+    for plan in manifest.plans:
+        yield _find_plan_fault(root, manifest, plan) or Finding(
+            CHECK, f"{plan.name}: {plan.settings.model}, a plan of TensorRT"
+        )
+
+
+def _find_plan_fault(root: Path, manifest: Manifest, plan: TensorRTPlan) -> Finding | None:
+    folder, fix = root / MODEL_REPOSITORY / plan.name / "1", manifest.rebuild
+    file, path = folder / "model.plan", folder / "plan.json"
+    if not file.is_file() or not file.stat().st_size:
+        return Finding(CHECK, f"{file}: missing or empty", "the plan that the build makes", fix)
+    try:
+        version = str(json.loads(path.read_bytes())["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Finding(CHECK, f"{path}: not the description of a plan: {error!r}", "what the build wrote", fix)
+    container = manifest.row.container
+    # A package's version may have a suffix, such as .post1.
+    if container is not None and not f"{version}.".startswith(f"{container.tensorrt}."):
+        return Finding(CHECK, f"{path}: a plan of TensorRT {version}", f"{container.tensorrt}, which will load it", fix)
+    return None
 
 
 def engine_folder(root: Path, engine: TrtllmEngine) -> Path:

@@ -59,7 +59,8 @@ def _check_gpus(manifest: Manifest, gpu: Gpu, container: Container, gpus: Sequen
                 f"{last + 1}",
                 f"{machine}, or a smaller tp_size in the row, then {manifest.rebuild}",
             )
-    used = sorted({device for engine in engines for device in engine.parameters.gpu_device_ids})
+    placed = [each.parameters for each in engines] + [each.parameters for each in manifest.plans]
+    used = sorted({device for parameters in placed for device in parameters.gpu_device_ids})
     for number in used:
         if number >= len(gpus):
             continue
@@ -106,6 +107,10 @@ def _check_memory(root: Path, manifest: Manifest, gpus: Sequence[GpuFacts]) -> I
     for engine in manifest.trtllm_engines:
         for device in engine.parameters.gpu_device_ids:
             needed[device] = needed.get(device, 0) + needed_bytes(root, manifest, engine)
+    for plan in manifest.plans:
+        for device in plan.parameters.gpu_device_ids:
+            size = plan.settings.instance_count * plan.parameters.memory_mib * MIB
+            needed[device] = needed.get(device, 0) + size
     for device, size in sorted(needed.items()):
         if device >= len(gpus):
             continue
@@ -114,7 +119,7 @@ def _check_memory(root: Path, manifest: Manifest, gpus: Sequence[GpuFacts]) -> I
             yield Finding(
                 MEMORY,
                 f"GPU {device}: {free / 2**30:.1f} GiB free",
-                f"{size / 2**30:.1f} GiB of weights and KV cache",
+                f"{size / 2**30:.1f} GiB of weights, KV cache and plans",
                 "end what else runs on it (nvidia-smi); or lower kv_cache_share in the row, then " + manifest.rebuild,
             )
         else:

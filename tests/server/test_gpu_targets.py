@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+import tritonclient.grpc as triton
+from images import LETTER, encode, error_rate, letter
 from serving import Stack, ask, running_rendered, script, wait_for
 
 TIERS = {"simple": "llm_small", "medium": "llm_small", "complex": "llm_large", "expert": "llm_large"}
@@ -34,6 +37,44 @@ def test_the_embedder_answers(stack: Stack) -> None:
     body = {"model": "embedding", "input": ["Turn on dark mode.", "Switch to the dark theme."]}
     answer = httpx.post(f"{stack.url}/v1/embeddings", json=body, timeout=30).json()
     assert [len(each["embedding"]) for each in answer["data"]] == [384, 384]
+
+
+def encode_ids(stack: Stack, shape: tuple[int, int], kind: type = np.int32) -> np.ndarray:
+    """What the plan of the embedder makes of token ids, asked by whoever reaches Triton itself."""
+    given = {"input_ids": np.full(shape, 2000, kind), "attention_mask": np.ones(shape, kind)}
+    tensors = [triton.InferInput(name, shape, "INT32" if kind is np.int32 else "INT64") for name in given]
+    for tensor, array in zip(tensors, given.values()):
+        tensor.set_data_from_numpy(array)
+    with triton.InferenceServerClient(stack.grpc_url) as client:
+        return np.asarray(client.infer("embedding_encoder", tensors).as_numpy("embedding"))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 16), (32, 17), (2, 256)])
+def test_the_plan_takes_what_its_profiles_say(stack: Stack, shape: tuple[int, int]) -> None:
+    rows = encode_ids(stack, shape)
+    assert rows.shape == (shape[0], 384)
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-4)
+
+
+def test_the_plan_refuses_what_no_profile_takes(stack: Stack) -> None:
+    with pytest.raises(triton.InferenceServerException) as caught:
+        encode_ids(stack, (1, 257))
+    assert str(caught.value.message()) == (
+        "request specifies invalid shape for input 'input_ids' for embedding_encoder_0_0. Error details: model "
+        "expected the shape of dimension 1 to be between 1 and 16 but received 257"
+    )
+    with pytest.raises(triton.InferenceServerException, match="batch-size must be <= 32"):
+        encode_ids(stack, (33, 16))
+    with pytest.raises(triton.InferenceServerException, match="data-type is 'INT64'.* expects 'INT32'"):
+        encode_ids(stack, (1, 16), np.int64)
+    assert encode_ids(stack, (1, 16)).shape == (1, 384)
+
+
+def test_an_image_is_read(stack: Stack) -> None:
+    image = encode(letter(), "PNG")
+    answer = httpx.post(f"{stack.url}/v1/ocr", content=image, headers={"content-type": "image/png"}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert error_rate([line["text"] for line in answer.json()["lines"]], LETTER) <= 0.01
 
 
 def test_it_says_that_it_is_ready(stack: Stack) -> None:

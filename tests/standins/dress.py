@@ -1,8 +1,11 @@
-"""What `python -m build --render-only` leaves out, put into its artifact: stand-in engines, and a tokenizer.
+"""What `python -m build --render-only` leaves out, put into its artifact: stand-in engines and plans, and a tokenizer.
 
-The configurations stay as they were rendered. The tokenizer is that of another artifact (`scripted` or `cpu`), whose
-engine also answers; so the artifact's tiers and the manifest's model rows get that model's token ids, vocabulary, tool
-format and, if it is smaller, window, and the manifest names the files that there are now.
+The configurations stay as they were rendered, but for the plans': their instances go to the CPU, since Triton takes
+none on a GPU where there is none; what was rendered is beside the plan, for its stand-in.
+
+The tokenizer is that of another artifact (`scripted` or `cpu`), whose engine also answers; so the artifact's tiers and
+the manifest's model rows get that model's token ids, vocabulary, tool format and, if it is smaller, window, and the
+manifest names the files that there are now.
 """
 
 from __future__ import annotations
@@ -16,9 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf import text_format
+from google.protobuf.json_format import MessageToJson
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from build.manifest import list_files
+from build.profiles import INPUTS, OUTPUTS, make_profiles
 from build.render import to_toml
+from build.rows import load_models, load_target
 from orchestrator.config import Tier, load_tiers
 
 HERE = Path(__file__).resolve().parent
@@ -41,9 +49,12 @@ def dress(artifact: Path, source: Path) -> None:
         if parameters["engine"] != "tensorrt_llm":
             # What target scripted does not have, target cpu beside it has.
             made = next(each / name / "1" for each in (parts, cpu_parts) if (each / name / "1").is_dir())
+            is_plan = parameters.get("runtime") == "tensorrt"
             for path in made.iterdir():
-                if path.is_file() and not (version / path.name).exists():
+                if path.is_file() and not (version / path.name).exists() and not (is_plan and path.suffix == ".py"):
                     shutil.copyfile(path, version / path.name)
+            if is_plan:
+                write_plan(repository / name, manifest["target"])
             continue
         for path in (parts / "llm_small" / "1").iterdir():
             if path.is_dir() and path.name != "__pycache__":
@@ -102,6 +113,34 @@ def write_engine(folder: Path, model: dict[str, Any], architecture: dict[str, An
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for rank in range(mapping["tp_size"] * mapping["pp_size"]):
         (folder / f"rank{rank}.engine").write_text(json.dumps(_as_texts(engine)), encoding="utf-8")
+
+
+def plan_of(target_name: str, name: str) -> dict[str, Any]:
+    """What NVIDIA's backend would ask the plan of a Triton model for, by the target's row: tensors and profiles."""
+    target = load_target(target_name)
+    settings, parameters = target.plans[name]
+    engine = parameters.engine
+    profiles = make_profiles(engine, settings, parameters, load_models(target)[settings.model or ""])
+    tensors = {
+        kind: [{"name": spec.name, "data_type": spec.dtype, "dims": [-1, *spec.dims]} for spec in specs[engine]]
+        for kind, specs in (("inputs", INPUTS), ("outputs", OUTPUTS))
+    }
+    return {**tensors, "profiles": profiles}
+
+
+def write_plan(folder: Path, target_name: str) -> None:
+    """The stand-in's `model.plan` of the Triton model in `folder`, whose configuration then needs no GPU."""
+    plan = plan_of(target_name, folder.name) | {"version": PACKAGES["tensorrt"]}
+    for name in ("model.plan", "plan.json"):
+        (folder / "1" / name).write_text(json.dumps(plan), encoding="utf-8")
+    path = folder / "config.pbtxt"
+    config = text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
+    rendered = MessageToJson(config, preserving_proto_field_name=True)
+    (folder / "1" / "rendered.json").write_text(rendered, encoding="utf-8")
+    for group in config.instance_group:
+        group.kind = ModelInstanceGroup.Kind.Value("KIND_CPU")
+        del group.gpus[:], group.profile[:]
+    path.write_text(text_format.MessageToString(config), encoding="utf-8")
 
 
 def write_llmapi(version: Path, engine: dict[str, Any]) -> None:

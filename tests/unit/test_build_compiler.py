@@ -21,7 +21,7 @@ from build.rows import list_targets, load_models, load_target
 
 TARGET = load_target("scripted")
 MODELS = load_models(TARGET)
-ENCODER_ENGINES = ("wordpiece", "onnxruntime", "complexity")
+ENCODER_ENGINES = ("wordpiece", "encoder", "complexity")
 
 
 @contextmanager

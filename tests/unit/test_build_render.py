@@ -52,6 +52,22 @@ def render(target_name: str, name: str) -> Any:
     return parse(render_config(SOURCES / target.source_of(name) / "config.pbtxt", name, settings, model, plan))
 
 
+def test_a_plan_s_configuration() -> None:
+    config = render("h100", "embedding_encoder")
+    assert (config.platform, config.backend, config.default_model_filename) == (
+        "tensorrt_plan",
+        "tensorrt",
+        "model.plan",
+    )
+    (group,) = config.instance_group
+    assert group.kind == model_config_pb2.ModelInstanceGroup.KIND_GPU
+    assert (group.count, list(group.gpus), list(group.profile)) == (1, [0], ["0", "1", "2", "3", "4"])
+    assert config.max_batch_size == 32 and not config.parameters
+    assert not any(tensor.allow_ragged_batch for tensor in config.input)
+    assert render("h100", "embedding").max_batch_size == 32
+    assert render("h100", "ocr_detection").max_batch_size == 2
+
+
 def test_batching_is_the_target_s() -> None:
     config = render("cpu", "embedding_encoder")
     assert config.dynamic_batching.max_queue_delay_microseconds == 0
@@ -125,6 +141,7 @@ def test_the_classifier_is_rendered_like_the_encoder(target: str) -> None:
     assert all(tensor.allow_ragged_batch for tensor in config.input)
     assert config.dynamic_batching.max_queue_delay_microseconds == 0
     parameters = {key: value.string_value for key, value in config.parameters.items()}
+    del parameters["runtime"]
     assert parameters == {"engine": "complexity", "num_threads": "1", "max_input_tokens": "256"}
 
 

@@ -102,7 +102,7 @@ def test_tiers_of_cpu_go_from_cheap_to_dear() -> None:
         ),
         ("[models.orchestrator]", "[models.front]", r"models\.orchestrator is missing"),
         (
-            'engine = "onnxruntime"',
+            'engine = "encoder"',
             'engine = "complexity"',
             r"engine 'complexity' is for the model 'complexity' alone \(got embedding_encoder, complexity\)",
         ),
@@ -122,9 +122,9 @@ def test_tiers_of_cpu_go_from_cheap_to_dear() -> None:
             r"the embedding models must be of one model row, .*embedding_tokenizer: 'all-minilm-l12-v2'",
         ),
         (
-            'runtime = "onnxruntime"',
-            'runtime = "tensorrt"',
-            r"models\.ocr_detector\.parameters\.ocr_detector\.runtime: .*'onnxruntime' \(got 'tensorrt'\)",
+            'engine = "ocr_detector"\nruntime = "onnxruntime"',
+            'engine = "ocr_detector"\nruntime = "openvino"',
+            r"models\.ocr_detector\.parameters\.ocr_detector: .*'onnxruntime', 'tensorrt'",
         ),
         ('engine = "ocr_detector"', 'engine = "ocr_recognizer"', r"models\.ocr_detector: an OCR model is named as its"),
         (

@@ -85,13 +85,14 @@ def expected(weights: Weights, adapter: Adapter, words: WordBlocks, ids: list[in
     return np.asarray(powers / powers.sum())
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_graph_is_the_classifier(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "is_unpacked"), [(0, False), (1, False), (2, False), (2, True)])
+def test_the_graph_is_the_classifier(seed: int, is_unpacked: bool) -> None:
     randomness = np.random.default_rng(seed)
     weights, adapter = random_encoder(randomness), random_adapter(randomness)
     packed = randomness.integers(0, 256, (30, 1, 16)).astype(np.uint8)
     words = WordBlocks(packed, randomness.normal(0, 0.1, (30, 1)).astype(np.float16))
-    graph = make_complexity_onnx(words, merge(weights, adapter), NUMBERS, adapter.temperature)
+    merged = merge(weights, adapter)
+    graph = make_complexity_onnx(words, merged, NUMBERS, adapter.temperature, is_unpacked=is_unpacked)
     session = onnxruntime.InferenceSession(graph.SerializeToString())
     conversations = [randomness.integers(0, 30, length).tolist() for length in (1, 2, 7, 12)]
     input_ids = np.full((4, 12), 29, np.int32)  # padding that would show

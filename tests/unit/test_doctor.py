@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from gpu_targets import MODELS, render
-from standins.dress import seal, write_engine
+from standins.dress import seal, write_engine, write_plan
 
 from build.rows import load_models, load_target
 from orchestrator.doctor import files
@@ -83,6 +83,8 @@ def make(target: str, folder: Path) -> Path:
             version = artifact / "model_repository" / name / "1"
             write_engine(version / "engine", model, manifest["models"][model["model"]]["architecture"], {"a": "b"})
             write_tokenizer(version / "tokenizer", 128256, ("<|eot_id|>", 128009))
+        elif (model["parameters"] or {}).get("runtime") == "tensorrt":
+            write_plan(artifact / "model_repository" / name, target)
     seal(artifact, manifest)
     return artifact
 
@@ -99,10 +101,10 @@ def l4(whole: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def backends(folder: Path) -> dict[str, Path]:
-    for name in ("python", "tensorrtllm"):
+    for name in ("python", "tensorrt", "tensorrtllm"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / f"libtriton_{name}.so").touch()
-    return {name: folder / name for name in ("python", "tensorrtllm")}
+    return {name: folder / name for name in ("python", "tensorrt", "tensorrtllm")}
 
 
 def look(artifact: Path, machine: FakeMachine | None = None, programs: Sequence[str] = ()) -> list[Finding]:
@@ -254,6 +256,26 @@ def test_a_wrong_engine(l4: Path, change: Callable[[dict[str, Any]], object], me
     assert message in only(faults(l4))
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("model.plan", "", "model.plan: missing or empty; wanted: the plan that the build makes\nfix: python -m build"),
+        ("plan.json", "{}", "plan.json: not the description of a plan: KeyError('version')"),
+        (
+            "plan.json",
+            '{"version": "10.14.1.480"}',
+            "a plan of TensorRT 10.14.1.480; wanted: 10.14.1.48, which will lo",
+        ),
+        ("plan.json", '{"version": "10.14.1.48.post1"}', None),
+    ],
+)
+def test_a_wrong_plan(l4: Path, file: str, text: str, message: str | None) -> None:
+    (l4 / "model_repository" / "ocr_detector" / "1" / file).write_text(text)
+    seal(l4)
+    found = faults(l4)
+    assert found == [] if message is None else message in only(found)
+
+
 def test_an_empty_engine_configuration(l4: Path) -> None:
     (engine_of(l4) / "config.json").write_text("")
     seal(l4)
@@ -327,7 +349,7 @@ def test_a_missing_template(l4: Path) -> None:
         (FakeMachine([L4._replace(driver="570.1")]), "driver 570.1; wanted: 590.44.01 or later"),
         (
             FakeMachine([L4._replace(free_mib=1000.0)]),
-            "GPU 0: 1.0 GiB free; wanted: 8.1 GiB of weights and KV cache\nfix: end what else runs on it",
+            "GPU 0: 1.0 GiB free; wanted: 8.3 GiB of weights, KV cache and plans\nfix: end what else runs on it",
         ),
         (
             FakeMachine(versions={**VERSIONS, "tensorrt_llm": "1.1.0"}),
@@ -361,7 +383,9 @@ def test_backends(whole: dict[str, Path], tmp_path: Path) -> None:
     missing = FakeMachine(missing=["libnvinfer.so.10"])
     texts = [finding.text for finding in check_backends(manifest, missing, here)]
     assert all("libnvinfer.so.10 not found; wanted: all libraries it is linked with" in text for text in texts)
-    (fault,) = [each for each in check_backends(manifest, FakeMachine(), {"python": here["python"]}) if each.is_fault]
+    found = check_backends(manifest, FakeMachine(), {"python": here["python"]})
+    plans, fault = (each for each in found if each.is_fault)
+    assert plans.text.startswith("tensorrt: Triton has no such backend")
     assert fault.text.startswith(
         "tensorrtllm: Triton has no such backend; wanted: a folder of backends\nfix: run it in"
     )

@@ -153,8 +153,9 @@ def test_an_engine_that_does_not_fit_is_refused_with_the_sum() -> None:
         make_plan(target, models)
     assert str(caught.value) == (
         "l4.toml: GPU 0 (NVIDIA L4) has 22.49 GiB, but its engines take llm_small: 1.88 GiB weights + 0.42 GiB "
-        "activations + 1.00 GiB runtime + llm_large: 67.67 GiB weights + 1.31 GiB activations + 1.00 GiB runtime; that "
-        "is 50.79 GiB too much; fix: a smaller precision, more tp_size, or fewer engines a GPU"
+        "activations + 1.00 GiB runtime + llm_large: 67.67 GiB weights + 1.31 GiB activations + 1.00 GiB runtime + "
+        "1.69 GiB TensorRT plans (memory_mib); that is 52.48 GiB too much; fix: a smaller precision, more tp_size, or "
+        "fewer engines a GPU"
     )
 
 
@@ -164,8 +165,8 @@ def test_a_pool_smaller_than_one_sequence_is_refused_with_the_sum() -> None:
     with pytest.raises(BuildError) as caught:
         make_plan(target, models)
     assert str(caught.value) == (
-        "l4.toml: models.llm_large: the KV cache would hold 88896 tokens, fewer than one sequence: kv_cache_share 0.6 "
-        "of 9.04 GiB free is 5.43 GiB, at 65536 bytes a token; a sequence of max_seq_len 131072 takes 131072 tokens, "
+        "l4.toml: models.llm_large: the KV cache would hold 72320 tokens, fewer than one sequence: kv_cache_share 0.6 "
+        "of 7.36 GiB free is 4.41 GiB, at 65536 bytes a token; a sequence of max_seq_len 131072 takes 131072 tokens, "
         "8.00 GiB; fix: a smaller max_seq_len or precision, or more tp_size"
     )
 

@@ -1,4 +1,4 @@
-"""The stand-in of NVIDIA's backend `tensorrtllm`: it takes what we render, and refuses what NVIDIA's would."""
+"""The stand-ins of NVIDIA's backends: they take what we render, and refuse what NVIDIA's would."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict
 from gpu_targets import GPU_TARGETS, render
-from standins import nvidia
-from standins.dress import write_engine
+from standins import nvidia, plans
+from standins.dress import plan_of, write_engine
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from build.rows import load_models, load_target
@@ -152,3 +152,84 @@ REQUEST = {
 def test_requests(more: dict[str, Any], outputs: tuple[str, ...], message: str | None) -> None:
     fault = nvidia.find_request_fault({**REQUEST, **more}, outputs, TOLD, BUILD)
     assert fault == message if message is None else message in (fault or "")
+
+
+# --- backend tensorrt --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GPU_TARGETS)
+def test_every_rendered_plan_loads(tmp_path: Path, name: str) -> None:
+    target = load_target(name)
+    artifact = render(target, load_models(target), tmp_path)
+    for model in target.plans:
+        assert plans.find_config_fault(read(artifact, model), plan_of(name, model)) is None
+        assert list((artifact / "model_repository" / model / "1").iterdir()) == []  # no model.py of ours
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda config: config.update(platform="onnxruntime_onnx"), "platform tensorrt_plan and file model.plan are"),
+        (
+            lambda config: config["instance_group"][0].update(kind="KIND_CPU"),
+            "TensorRT backend supports only GPU device",
+        ),
+        (lambda config: config["instance_group"][0].pop("gpus"), "TensorRT backend supports only GPU device"),
+        (lambda config: config["instance_group"][0]["profile"].append("5"), "the plan has no optimization profile 5"),
+        (
+            lambda config: config.update(max_batch_size=64),
+            "specified max-batch 64 but TensorRT engine only supports max-",
+        ),
+        (lambda config: config["input"].pop(), "inputs ['input_ids'], the plan has ['attention_mask', 'input_ids']"),
+        (lambda config: config["output"][0].update(dims=["512"]), "making complete shape [-1, 512])"),
+        (
+            lambda config: config["output"][0].update(dims=["1", "384"]),
+            "the model expects 2 dimensions (shape [-1, 384])",
+        ),
+        (
+            lambda config: config["input"][0].update(data_type="TYPE_INT64"),
+            "unexpected datatype TYPE_INT64 for inference",
+        ),
+        (lambda config: config["input"][0].update(allow_ragged_batch=True), "ragged input without batch_input"),
+    ],
+)
+def test_what_would_not_load_as_a_plan(l4: Path, damage: Any, message: str) -> None:
+    config = copy.deepcopy(read(l4, "embedding_encoder"))
+    damage(config)
+    assert message in (plans.find_config_fault(config, plan_of("l4", "embedding_encoder")) or "")
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "message"),
+    [
+        ("ocr_recognizer", {"crop": np.zeros((8, 48, 320, 3), np.uint8)}, None),
+        ("ocr_recognizer", {"crop": np.zeros((1, 48, 384, 3), np.uint8)}, None),
+        (
+            "ocr_recognizer",
+            {"crop": np.zeros((1, 48, 352, 3), np.uint8)},
+            "dimension 2 to be between 64 and 320 but rec",
+        ),
+        ("ocr_recognizer", {"crop": np.zeros((9, 48, 320, 3), np.uint8)}, "batch size 9 for 'x_0', max allowed is 8"),
+        (
+            "ocr_recognizer",
+            {"crop": np.zeros((1, 48, 64, 3), np.float32)},
+            "unexpected datatype float32 for inference in",
+        ),
+        (
+            "ocr_recognizer",
+            {"crop": np.zeros((1, 48, 64), np.uint8)},
+            "model expected 4 dimensions but received 3 dimen",
+        ),
+        ("ocr_recognizer", {"page": np.zeros((1, 48, 64), np.uint8)}, "missing input 'crop'"),
+        ("ocr_detector", {"pixels": np.zeros((1, 64, 1600, 3), np.uint8)}, None),
+        (
+            "ocr_detector",
+            {"pixels": np.zeros((1, 32, 640, 3), np.uint8)},
+            "dimension 1 to be between 64 and 640 but rec",
+        ),
+    ],
+)
+def test_shapes_against_the_profiles(model: str, tensors: dict[str, Any], message: str | None) -> None:
+    most = load_target("l4").models[model].max_batch_size
+    fault = plans.find_request_fault("x_0", tensors, plan_of("l4", model), most)
+    assert fault is None if message is None else message in (fault or "")

@@ -36,6 +36,8 @@ STAND_IN = """#!{python} -IS
 import json, os, pathlib, sys
 name, words = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
 here = pathlib.Path({folder!r})
+if name == "env":
+    name, words = words[4].removeprefix("build."), words[5:]
 if name == "nvidia-smi":
     print((here / "gpus").read_text(), end="")
     sys.exit()
@@ -49,7 +51,17 @@ values = dict(zip(words, words[1:]))
 out = pathlib.Path(values["--local-dir" if name == "hf" else "--output_dir"])
 out.mkdir(parents=True)
 ranks = range(int(values.get("--tp_size") or values.get("--workers") or 1))
-if name == "hf":
+if name == "verify_engine":
+    (out / "verified.json").write_text(json.dumps({{"token_agreement": 0.99}}))
+elif name == "onnx_graph":
+    for file in ("graph.onnx", "model.onnx", "samples.npz"):
+        (out / file).write_text("graph of " + values["--engine"])
+elif name == "tensorrt_plan":
+    (out / "model.plan").write_text("plan")
+    (out / "plan.json").write_text("{{}}")
+elif name == "verify_plan":
+    (out / "verified.json").write_text(json.dumps({{"outputs": {{}}}}))
+elif name == "hf":
     config = json.loads((here / "configs.json").read_text())[words[1]]
     (out / "config.json").write_text(json.dumps(config))
     (out / "model.safetensors").write_text("weights of " + words[1])
@@ -98,7 +110,7 @@ class Container:
         self.cache = folder / "a cache"
         bin_folder = folder / "bin"
         bin_folder.mkdir(parents=True)
-        for name in ("hf", "python3", "trtllm-build", "nvidia-smi"):
+        for name in ("env", "hf", "python3", "trtllm-build", "nvidia-smi"):
             (bin_folder / name).write_text(STAND_IN.format(python=sys.executable, folder=str(folder)))
             (bin_folder / name).chmod(0o755)
         rows = [row("llama-3.1-8b-instruct"), row("llama-3.2-1b-instruct")]
@@ -128,23 +140,27 @@ def quiet(step: str) -> Iterator[None]:
 
 @pytest.fixture
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Container:
-    for engine in ("wordpiece", "onnxruntime"):
+    for engine in ("wordpiece", "ocr"):
         monkeypatch.setitem(RECIPES, engine, Recipe((), ()))
+    monkeypatch.setitem(RECIPES, "complexity_plan", RECIPES["plan"])  # without what is fetched
     made = Container(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    versions = {"tensorrt_llm": "1.2.1", "tensorrt": "10.14.1.48"}
+    versions = {"tensorrt_llm": "1.2.1", "tensorrt": "10.14.1.48", "onnxruntime-gpu": "1.23.2"}
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda package: versions.get(package) or real(package))
     return made
 
 
-ALL = ["hf", "python3", "trtllm-build"]
+# The commands of one engine, of one plan, and of a whole GPU target.
+ENGINE = ["hf", "python3", "trtllm-build", "verify_engine"]
+PLAN = ["onnx_graph", "tensorrt_plan", "verify_plan"]
+ALL = ENGINE * 2 + PLAN * 4
 
 
 def test_a_target_is_built_once(container: Container) -> None:
     target, models = vary("l4")
     assert container.build(target, models) == "not built yet"
-    assert container.calls == ALL * 2
+    assert container.calls == ALL
     engine = container.folder / "out/model_repository/llm_large/1"
     assert {path.name for path in engine.iterdir()} == {"engine", "tokenizer"}
     assert {path.name for path in (engine / "engine").iterdir()} == {"config.json", "rank0.engine"}
@@ -153,6 +169,9 @@ def test_a_target_is_built_once(container: Container) -> None:
     assert manifest["tools"]["tensorrt_llm"] == "1.2.1"
     assert manifest["row"]["gpu"]["sm"] == "8.9"
     assert "model_repository/llm_large/1/engine/rank0.engine" in manifest["files"]
+    assert "model_repository/ocr_detector/1/model.plan" in manifest["files"]
+    assert manifest["verified"]["llm_large"] == {"token_agreement": 0.99}
+    assert set(manifest["verified"]) == set(target.compiled)
     assert check_artifact(container.folder / "out").target == "l4"
     assert container.build(target, models) is None
     assert container.calls == []
@@ -174,11 +193,11 @@ def test_a_failing_command_is_told_and_the_next_build_goes_on_from_there(contain
     ) as caught:
         container.build(target, models)
     assert "CUDA out of memory" in str(caught.value)
-    assert container.calls == ALL
+    assert container.calls == ENGINE[:3]
     assert not (container.folder / "out").exists()
     (container.folder / "fail").unlink()
     container.build(target, models)
-    assert container.calls == ["trtllm-build", *ALL]
+    assert container.calls == ALL[2:]
 
 
 def test_what_a_killed_command_left_is_not_taken_for_finished(container: Container) -> None:
@@ -188,7 +207,7 @@ def test_what_a_killed_command_left_is_not_taken_for_finished(container: Contain
     scratch.mkdir(parents=True)
     (scratch / "half").write_text("half a file")
     container.build(target, models)
-    assert container.calls == ALL * 2
+    assert container.calls == ALL
     assert not (made.path(container.cache) / "half").exists()
 
 
@@ -202,21 +221,21 @@ def test_a_command_that_leaves_out_a_file_has_failed(container: Container) -> No
 
 def test_a_changed_limit_makes_the_engine_anew_and_nothing_else(container: Container) -> None:
     container.build(*vary("l4"))
-    assert container.calls == ALL * 2
+    assert container.calls == ALL
     target, models = vary("l4", settings={"max_batch_size": 16})
     said = explain(target, models, container.folder / "out", container.cache)
     assert "rows, sources, code or tools changed" in said
-    assert said.count("skipped: ") == 5
+    assert said.count("skipped: ") == len(ALL) - 2
     assert "the one there has --max_batch_size 32, not --max_batch_size 16" in said
     assert container.build(target, models) == "rows, sources, code or tools changed"
-    assert container.calls == ["trtllm-build"]
+    assert container.calls == ["trtllm-build", "verify_engine"]
     assert "up to date, so no step runs" in explain(target, models, container.folder / "out", container.cache)
 
 
 def test_prices_make_nothing_anew(container: Container) -> None:
     target, models = vary("l4")
     container.build(target, models)
-    assert container.calls == ALL * 2
+    assert container.calls == ALL
     dearer = target.model_copy(update={"description": "another"})
     assert container.build(dearer, models) == "rows, sources, code or tools changed"
     assert container.calls == []
@@ -228,7 +247,7 @@ def test_the_script_does_what_the_build_does(container: Container) -> None:
     for _ in range(2):
         done = subprocess.run(["bash", "-c", script], cwd=container.folder, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
-    assert container.calls == ALL * 2
+    assert container.calls == ALL
     container.build(target, models)
     assert container.calls == []
 
@@ -240,7 +259,7 @@ def test_the_script_stops_at_a_failure_and_can_be_run_again(container: Container
     assert container.calls == ["hf", "python3"]
     (container.folder / "fail").unlink()
     assert subprocess.run(["bash", "-c", script], capture_output=True, timeout=60).returncode == 0
-    assert container.calls == ["python3", "trtllm-build", *ALL]
+    assert container.calls == ALL[1:]
 
 
 @given(st.text(st.characters(exclude_characters="/\0\n\r", exclude_categories=["Cs"]), min_size=1))
@@ -254,16 +273,18 @@ def test_a_shell_reads_the_script_s_words_as_they_are(name: str) -> None:
 def test_one_model_can_be_made_ahead(container: Container) -> None:
     target, models = vary("l4")
     make_products(target, models, container.cache, quiet, "llm_large")
-    assert container.calls == ALL
+    assert container.calls == ENGINE
+    make_products(target, models, container.cache, quiet, "embedding_encoder")
+    assert container.calls == PLAN
     assert not (container.folder / "out").exists()
     container.build(target, models)
-    assert container.calls == ALL
+    assert container.calls == ENGINE + PLAN * 3
 
 
 def test_what_happens_to_an_artifact_does_not_reach_the_cache(container: Container) -> None:
     target, models = vary("l4")
     container.build(target, models)
-    assert container.calls == ALL * 2
+    assert container.calls == ALL
     engine = container.folder / "out/model_repository/llm_large/1/engine/rank0.engine"
     with engine.open("w") as file:  # in place, as a failing disk would
         file.write("half")
@@ -282,7 +303,7 @@ def test_the_llm_api_model(container: Container, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(trtllm, "LLMAPI_MODEL", str(nvidia))
     target, models = alone("l4", {"model": "llama-3.2-1b-instruct"}, runtime="llmapi", precision="bf16")
     container.build(target, models)
-    assert container.calls == ["hf"]
+    assert container.calls == ["hf", *PLAN * 4]
     folder = container.folder / "out/model_repository/llm_large/1"
     assert {path.name for path in folder.iterdir()} == {
         "model.py",
@@ -429,5 +450,5 @@ def test_the_checkpoint_of_another_model_is_told(tmp_path: Path) -> None:
 
 
 def test_the_models_of_a_target_are_those_that_it_names() -> None:
-    others = {"all-minilm-l6-v2", "pp-ocrv6-small"}
+    others = {"all-minilm-l6-v2", "complexity", "pp-ocrv6-small"}
     assert set(load_models(load_target("l4"))) == {"llama-3.1-8b-instruct", "llama-3.2-1b-instruct", *others}
