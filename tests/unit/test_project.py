@@ -123,13 +123,14 @@ HEAVY = {
     "pytriton": (),
     "redis": ("cache/redis_store.py", "cache/guarded_store.py", "limits/redis_ledger.py", "quality/redis_store.py"),
     "soundfile": ("voice/recording.py",),
-    "soxr": ("voice/recording.py", "gateway/speech.py"),
+    "soxr": ("voice/recording.py", "voice/pcm.py", "gateway/speech.py"),
     "snowballstemmer": ("cache/lexicon/",),
     "starlette": ("gateway/",),
     "torch": (),
     "triton_python_backend_utils": ("triton/",),
     "usearch": ("cache/index.py",),
     "uvicorn": ("gateway/",),
+    "websockets": ("talk.py", "voice_client.py"),
 }
 
 MODULES = sorted((ROOT / "orchestrator").rglob("*.py"))
