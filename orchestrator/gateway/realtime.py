@@ -21,6 +21,7 @@ from orchestrator.gateway.metrics import DECISIONS, SESSIONS, TURN_S
 from orchestrator.gateway.request_id import REQUEST_ID_HEADER, new_request_id
 from orchestrator.gateway.triton_client import EventStream, Listening, Sound, TritonClient
 from orchestrator.voice.chunks import Floats
+from orchestrator.voice.engines import Engines
 from orchestrator.voice.response import TurnTimes
 from orchestrator.voice.session import Abilities, Counts, Session
 from orchestrator.voice.transcript import Segment, decode_segments
@@ -104,8 +105,7 @@ class Realtime:
 
     async def _serve(self, receive: Receive, send: Send, model: str, headers: list[tuple[str, str]]) -> None:
         outbox = Outbox(send)
-        engines = TritonEngines(self._triton, headers, with_keys=self._with_keys)
-        session = Session(engines, self._abilities, outbox, model, counts=_PrometheusCounts())
+        session = Session(self._make_engines(headers), self._abilities, outbox, model, counts=_PrometheusCounts())
         writing = asyncio.create_task(outbox.run())
         close: tuple[int, str] | None = None
         try:
@@ -125,6 +125,9 @@ class Realtime:
                 with contextlib.suppress(Exception):  # the client is gone
                     await asyncio.wait_for(outbox.flush(), 1.0)
                     await send({"type": "websocket.close", "code": close[0], "reason": close[1]})
+
+    def _make_engines(self, headers: list[tuple[str, str]]) -> Engines:
+        return TritonEngines(self._triton, headers, with_keys=self._with_keys)
 
     async def _relay(self, receive: Receive, session: Session, outbox: Outbox) -> tuple[int, str] | None:
         """Until the client leaves (None), or the connection is to be closed: with which code and reason."""

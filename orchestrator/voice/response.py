@@ -303,7 +303,7 @@ class Response:
             if delta := choice["delta"].get("content"):
                 self.times.first_token_s = self.times.first_token_s or self._clock()
                 self._text += delta
-                for piece in pieces.push(delta):
+                for piece in pieces.push(delta) if self._order.speaks else ():
                     self._put_piece(piece)
                 self._changed.set()
             self._finish_reason = choice.get("finish_reason") or self._finish_reason

@@ -100,7 +100,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backend",),
     ("dispatch", "afterwards"),
     ("pipeline",),
-    ("triton", "gateway", "grpc_front", "chat"),
+    ("triton", "gateway", "grpc_front", "chat", "talk"),
     ("__main__",),
 )
 LAYER_OF = {part: level for level, layer in enumerate(LAYERS) for part in layer}
@@ -130,7 +130,7 @@ HEAVY = {
     "triton_python_backend_utils": ("triton/",),
     "usearch": ("cache/index.py",),
     "uvicorn": ("gateway/",),
-    "websockets": ("talk.py", "voice_client.py"),
+    "websockets": ("talk.py",),
 }
 
 MODULES = sorted((ROOT / "orchestrator").rglob("*.py"))
