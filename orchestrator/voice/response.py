@@ -156,7 +156,8 @@ class Response:
         self.times = times
         self.status: Literal["in_progress", "completed", "incomplete", "cancelled", "failed"] = "in_progress"
         self.is_held = is_held
-        self.conversation_id: str | None = None
+        self.conversation_id: str | None = None  # None: it is beside the conversation
+        self.previous_item_id: str | None = None
         self._order = order
         self._engines = engines
         self._outlet = outlet
@@ -465,7 +466,7 @@ class Response:
     def _emit_begin(self) -> None:
         self._outlet.emit({"type": "response.created", "response": self.describe()})
         self._emit_item("response.output_item.added")
-        self._outlet.emit({"type": "conversation.item.added", "item": self.item.describe(), "previous_item_id": None})
+        self._emit_in_conversation("conversation.item.added")
         self._emit("response.content_part.added", part=self._part(""))
 
     def _emit_end(self) -> None:
@@ -477,13 +478,18 @@ class Response:
             self._emit("response.output_text.done", text=text)
         self._emit("response.content_part.done", part=self._part(text))
         self._emit_item("response.output_item.done")
-        self._outlet.emit({"type": "conversation.item.done", "item": self.item.describe(), "previous_item_id": None})
+        self._emit_in_conversation("conversation.item.done")
         times = {"type": "rt.turn", "response_id": self.id, "item_id": self.item.id, **self.times.describe()}
         self._outlet.emit({**times, "rt": self._rt})
         self._outlet.emit({"type": "response.done", "response": self.describe()})
 
     def _part(self, text: str) -> dict[str, str]:
         return {"type": "audio", "transcript": text} if self._order.speaks else {"type": "text", "text": text}
+
+    def _emit_in_conversation(self, name: str) -> None:
+        if self.conversation_id is not None:
+            item, previous_id = self.item.describe(), self.previous_item_id
+            self._outlet.emit({"type": name, "item": item, "previous_item_id": previous_id})
 
     def _emit_item(self, name: str) -> None:
         self._outlet.emit({"type": name, "response_id": self.id, "output_index": 0, "item": self.item.describe()})

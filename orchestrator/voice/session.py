@@ -568,7 +568,7 @@ class Session:
         def shorten() -> list[dict[str, str]] | None:
             if options.input is not None or not self._conversation.forget_half():
                 return None
-            return self._messages(options, said or "")
+            return self._messages(options, (said or "") if response.is_held else "")
 
         order = Order(
             messages=self._messages(options, said or ""),
@@ -603,7 +603,7 @@ class Session:
         """The answer is wanted."""
         self._response = response
         if response.conversation_id is not None:
-            self._conversation.add(response.item)
+            response.previous_item_id = self._conversation.add(response.item)
         response.release()
 
     def _interrupt(self, reason: Reason, audio_end_ms: int | None = None) -> None:
