@@ -105,14 +105,17 @@ class VoiceClient:
     def _last_types(self) -> str:
         return ", ".join(each.type for each in self.received[-5:])
 
+    def turn_on(self) -> None:
+        """The microphone, which `feed` then reads."""
+        self._began_s = time.monotonic()
+
     async def feed(self) -> None:
         """A chunk whenever its last sample would have been recorded; silence where nothing is said."""
-        self._began_s = time.monotonic()
         while True:
             chunk, self._waiting = self._waiting[:_CHUNK], self._waiting[_CHUNK:]
             chunk = np.pad(chunk, (0, _CHUNK - len(chunk)))
             self._num_sent += _CHUNK
-            await asyncio.sleep(self._began_s + self._num_sent / SAMPLE_RATE_HZ - time.monotonic())
+            await asyncio.sleep(max(self._began_s + self._num_sent / SAMPLE_RATE_HZ - time.monotonic(), 0))
             pcm = (np.clip(chunk, -1, 1) * 32767).astype("<i2").tobytes()
             await self.send("input_audio_buffer.append", audio=base64.b64encode(pcm).decode())
 
@@ -171,6 +174,7 @@ async def talking(
                 audio = {name: {**formats[name], **settings.get("audio", {}).get(name, {})} for name in formats}
                 await client.send("session.update", session={"type": "realtime", **settings, "audio": audio})
                 await client.wait_for("session.updated")
+                client.turn_on()
                 running.append(asyncio.create_task(client.feed()))
                 yield client
             finally:

@@ -1,6 +1,7 @@
-"""An answer as it comes, as pieces to be spoken: sentences, but the first one may be its first clause.
+"""An answer as it comes, as pieces to be spoken: sentences, and at its beginning clauses.
 
-Nobody speaks before the first piece is whole; a clause is whole sooner.
+Nobody speaks before the first piece is whole, and the next ones must be spoken before it was heard: clauses are whole
+sooner, and spoken sooner. Further on there is sound enough in hand.
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ import re
 from orchestrator.streaming.sentences import SentenceCutter
 from orchestrator.voice.speaking import can_be_said
 
-_MIN_CLAUSE_CHARACTERS = 18  # shorter ones sound torn off
-_CLAUSE_END = re.compile(r"[,;:—–]\s+")  # with the space: not in 1,000, 12:30 or a word that is still coming
+# Some five seconds of speech.
+_BEGINNING_CHARACTERS = 80
+# With the space: not in 1,000, 12:30 or a word that is still coming. Shorter clauses sound torn off.
+_CLAUSE_END = re.compile(r"[,;:—–]\s+")
+_MIN_CLAUSE_CHARACTERS = 18
+# Of a long sentence without a mark, before a word that joins.
+_JOINT = re.compile(r"\s+(?=(?:and|because|but|for|or|so|that|when|where|which|while|who|with)\s)")
+_MIN_JOINED_CHARACTERS = 40
 
 
 class SpokenPieces:
@@ -19,19 +26,17 @@ class SpokenPieces:
 
     def __init__(self) -> None:
         self._cutter = SentenceCutter()
-        self._first: str | None = ""  # of the answer, while nothing was cut
+        self._open = ""  # what the cutter holds, while clauses are cut
+        self._num_cut = 0  # characters
         self._held = ""  # nothing that can be said; goes with what follows
 
     def push(self, text: str) -> list[str]:
-        pieces = self._cutter.push(text)
-        if self._first is not None:
-            self._first += text
-            if pieces:
-                self._first = None
-            elif (clause := self._cut_clause(self._first)) is not None:
-                rest = self._first[len(clause) :]
-                self._cutter, self._first = SentenceCutter(), None
-                pieces = [clause, *self._cutter.push(rest)]
+        pieces = self._cut(text)
+        while self._num_cut < _BEGINNING_CHARACTERS and (clause := _first_clause(self._open)) is not None:
+            rest = self._open[len(clause) :]
+            self._cutter, self._open = SentenceCutter(), ""
+            self._num_cut += len(clause)
+            pieces += [clause, *self._cut(rest)]
         return self._keep_sayable(pieces)
 
     def flush(self) -> list[str]:
@@ -41,9 +46,12 @@ class SpokenPieces:
             pieces.append(self._held)
         return pieces
 
-    def _cut_clause(self, text: str) -> str | None:
-        ends = [found.end() for found in _CLAUSE_END.finditer(text)]
-        return next((text[:end] for end in ends if _MIN_CLAUSE_CHARACTERS <= end < len(text)), None)
+    def _cut(self, text: str) -> list[str]:
+        pieces = self._cutter.push(text)
+        length = sum(map(len, pieces))
+        self._open = (self._open + text)[length:]
+        self._num_cut += length
+        return pieces
 
     def _keep_sayable(self, pieces: list[str]) -> list[str]:
         sayable = []
@@ -53,3 +61,11 @@ class SpokenPieces:
                 sayable.append(self._held)
                 self._held = ""
         return sayable
+
+
+def _first_clause(text: str) -> str | None:
+    """None if there is none yet."""
+    ends = [found.end() for found in _CLAUSE_END.finditer(text, _MIN_CLAUSE_CHARACTERS - 2)]
+    ends = [end for end in ends if end >= _MIN_CLAUSE_CHARACTERS]
+    ends += [found.end() for found in _JOINT.finditer(text, _MIN_JOINED_CHARACTERS)]
+    return next((text[:end] for end in sorted(ends) if end < len(text)), None)

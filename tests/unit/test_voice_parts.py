@@ -95,10 +95,18 @@ def cut(text: str, size: int = 3) -> list[str]:
     ("text", "pieces"),
     [
         ("It is Paris. It lies on the Seine.", ["It is Paris. ", "It lies on the Seine."]),
-        # The first clause, if it is long enough; no later one.
+        # Clauses, if they are long enough, at the beginning.
         (
             "The capital of France is Paris, which lies on the Seine, a river. It is old.",
-            ["The capital of France is Paris, ", "which lies on the Seine, a river. ", "It is old."],
+            ["The capital of France is Paris, ", "which lies on the Seine, ", "a river. ", "It is old."],
+        ),
+        (
+            "Bread is made from flour and water. " * 3 + "It is a very old food, which people eat.",
+            ["Bread is made from flour and water. "] * 3 + ["It is a very old food, which people eat."],
+        ),
+        (
+            "A computer is a machine that works with numbers and does what a program tells it to do.",
+            ["A computer is a machine that works with numbers ", "and does what a program tells it to do."],
         ),
         ("Well, it is Paris, I think.", ["Well, it is Paris, ", "I think."]),
         # Not inside of numbers and times.
