@@ -77,6 +77,7 @@ async def _measure(
     turns: list[dict[str, float]] = []
     for begin in range(0, num_turns, _TURNS_A_SESSION):
         turns += await _take_turns(url, chosen[begin : begin + _TURNS_A_SESSION])
+        say(f"  {[round(turn['audio_ms']) for turn in turns]} ms")
     say(f"{num_barge_ins} interruptions")
     stories = [await asyncio.to_thread(spoken, url, text) for text in STORIES]
     interruptions = [await asyncio.to_thread(spoken, url, text) for text in INTERRUPTIONS]
@@ -84,8 +85,10 @@ async def _measure(
         await _barge_in(url, stories[number % len(stories)], interruptions[number // len(stories) % len(interruptions)])
         for number in range(num_barge_ins)
     ]
+    say(f"  {[round(each['silent_ms']) for each in barge_ins]} ms")
     say(f"{num_pauses} pauses")
     num_found, num_cut = await _pause(url, questions, num_pauses)
+    say(f"  {num_cut} of {num_found} were taken for an end")
     say(f"{num_parallel} sessions at once")
     parallel = await _in_parallel(url, questions, num_parallel)
     return {

@@ -43,7 +43,7 @@ from orchestrator.voice.engines import Engines
 from orchestrator.voice.partial import PartialTranscript
 from orchestrator.voice.pcm import Inlet, decode_pcm
 from orchestrator.voice.response import Order, Outlet, Reason, Response, TurnTimes
-from orchestrator.voice.transcript import text_of
+from orchestrator.voice.transcript import said_once
 from orchestrator.voice.turn_taking import FRAME_MS, Act, Answering, TurnPolicy, TurnTaking
 
 INSTRUCTIONS = "You are a friendly voice assistant. Answer in one or two short sentences."
@@ -394,7 +394,7 @@ class Session:
         audio, offset_s = _tail(turn)
         certain = "".join(word.text for word in turn.partial.certain) if offset_s else ""
         segments = await self._engines.transcribe(audio, offset_s)
-        return (certain + "".join(segment.text for segment in segments)).strip() if certain else text_of(segments)
+        return said_once((certain + "".join(segment.text for segment in segments)).strip())
 
     async def _pay(self, turn: _Turn) -> None:
         if not turn.is_paid:
