@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 MAX_WORDS = 4
@@ -18,8 +19,9 @@ _LISTENING = _words(
 _LISTENING_PAIRS = frozenset({("i", "see"), ("got", "it"), ("all", "right"), ("of", "course"), ("go", "on")})
 # A sentence is not over behind these, however it was said and whatever mark the transcript has.
 _HANGING = _words(
-    "a an the and or but nor because although while if unless than whether of to in into onto from with without for at "
-    "by about between against through during my your his her its our their very um uh er so"
+    "a an the and or but nor because although while if unless than whether of to in into onto from with without "
+    "for at by is are was were am do does did has have had can could would will should about between against "
+    "through during my your his her its our their very um uh er so"
 )
 
 
@@ -29,8 +31,9 @@ def words_of(text: str) -> list[str]:
 
 
 def is_backchannel(text: str) -> bool:
-    """Whether `text` is nothing but such words, and few; also if it is nothing at all."""
-    words = words_of(text)
+    """Whether `text` is nothing but such words, and few (who says one again and again says one); also
+    if it is nothing at all."""
+    words = [word for word, _ in itertools.groupby(words_of(text))]
     if len(words) > MAX_WORDS:
         return False
     at = 0
@@ -48,3 +51,7 @@ def hangs(text: str) -> bool:
     """Whether the last word calls for another one: "I would like to"."""
     words = words_of(text)
     return bool(words) and (words[-1] in _HANGING or text.rstrip().endswith(("...", "…", "-", "—")))
+
+
+def ends_like_a_sentence(text: str) -> bool:
+    return text.rstrip("\"'”’) ").endswith((".", "!", "?"))

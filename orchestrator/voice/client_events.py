@@ -53,6 +53,14 @@ class ServerVad(Strict):
         )
 
 
+# How much silence ends the turn of who is done, may be, and is not, by `eagerness`.
+_SILENCES_MS = {
+    "low": (1000, 1500, 3000),
+    "medium": (TurnPolicy.done_silence_ms, TurnPolicy.unsure_silence_ms, TurnPolicy.unfinished_silence_ms),
+    "high": (224, 600, 900),
+}
+
+
 class SemanticVad(Strict):
     """A turn ends when the person is judged to be done."""
 
@@ -66,9 +74,12 @@ class SemanticVad(Strict):
         return 300
 
     def policy(self) -> TurnPolicy:
-        unsure_ms, unfinished_ms = {"low": (1500, 3000), "high": (600, 900)}.get(self.eagerness, (900, 1800))
+        done_ms, unsure_ms, unfinished_ms = _SILENCES_MS.get(self.eagerness, _SILENCES_MS["medium"])
         return TurnPolicy(
-            interrupts=self.interrupt_response, unsure_silence_ms=unsure_ms, unfinished_silence_ms=unfinished_ms
+            interrupts=self.interrupt_response,
+            done_silence_ms=done_ms,
+            unsure_silence_ms=unsure_ms,
+            unfinished_silence_ms=unfinished_ms,
         )
 
 

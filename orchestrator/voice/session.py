@@ -18,7 +18,6 @@ import numpy as np
 from orchestrator.config import Speaker, Transcriber
 from orchestrator.contracts import FRAME_SAMPLES, SAMPLE_RATE_HZ
 from orchestrator.errors import ApiError, InvalidRequestError, RequestTooLargeError
-from orchestrator.voice.backchannels import hangs
 from orchestrator.voice.chunks import Floats
 from orchestrator.voice.client_events import (
     AppendAudio,
@@ -282,8 +281,6 @@ class Session:
                 self._hush()
             elif act is Act.LISTEN:
                 self._listen()
-            elif act is Act.JUDGE:
-                self._judge()
             elif act is Act.GO_ON:
                 self._go_on()
             elif act is Act.INTERRUPT:
@@ -401,18 +398,6 @@ class Session:
             turn.is_paid = True
             await self._engines.charge("stt")
 
-    def _judge(self) -> None:
-        assert self._turn is not None
-        self._spawn(self._judge_again(self._turn, self._taking.number))
-
-    async def _judge_again(self, turn: _Turn, number: int) -> None:
-        try:
-            done = await self._engines.judge(turn.audio)
-        except ApiError:
-            return  # the first judgement stays
-        if turn is self._turn:
-            self._carry_out(self._taking.judge(number, done))
-
     def _may_start_early(self, text: str, done: float) -> bool:
         detection = self._config.audio.input.turn_detection
         return (
@@ -421,8 +406,7 @@ class Session:
             and self._config.rt.early_start
             and self._response is None
             and bool(text)
-            and not hangs(text)
-            and done >= self._taking.policy.unfinished_below
+            and self._taking.policy.may_be_done(text, done)
             and self._turn is not None
             and self._turn.early is None
         )

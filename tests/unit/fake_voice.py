@@ -171,7 +171,7 @@ class Client(Counts):
         try:
             await asyncio.wait_for(wait(), timeout_s)
         except asyncio.TimeoutError:
-            raise AssertionError((name, self.events)) from None
+            raise AssertionError((name, self.types, self.all("error"))) from None
         return self.all(name)[count - 1]
 
     @property

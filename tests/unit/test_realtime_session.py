@@ -322,7 +322,7 @@ def test_a_spoken_question_is_answered_aloud() -> None:
         client = Client()
         await client.speak(320, loud=False)
         await client.speak(960)
-        await client.speak(640, loud=False)
+        await client.speak(960, loud=False)
         done = (await client.wait_for("response.done"))["response"]
         assert done["status"] == "completed"
         assert done["output"][0]["content"][0]["transcript"] == "It is Paris. It lies on the Seine."
@@ -410,7 +410,7 @@ async def answering(engines: FakeEngines | None = None) -> Client:
     client.engines.answer_deltas = LONG
     client.engines.word_s = 0.1
     await client.speak(960)
-    await client.speak(320, loud=False)
+    await client.speak(800, loud=False)
     await client.wait_for("response.output_audio.delta")
     await asyncio.sleep(0.3)
     return client
@@ -432,7 +432,7 @@ def test_who_speaks_into_an_answer_ends_it() -> None:
         kept = done["output"][0]["content"][0]["transcript"]
         assert "".join(LONG).startswith(kept) and len(kept) < 60
         # The next question is asked with what was heard alone.
-        await client.speak(320, loud=False)
+        await client.speak(800, loud=False)
         await client.wait_for("response.created", 2)
         await asyncio.sleep(0.05)
         messages = client.engines.asked[-1]["messages"]
@@ -484,16 +484,16 @@ def test_who_goes_on_before_the_answer_was_heard_says_one_thing() -> None:
         engines = FakeEngines()
         engines.token_s = 0.2
         client = Client(engines)
-        engines.says = "What is the capital"
+        engines.says = "What is the capital."
         await client.speak(640)
-        await client.speak(320, loud=False)
+        await client.speak(800, loud=False)
         await client.wait_for("response.created")
         engines.says = "of France?"
         await client.speak(640)
-        await client.speak(320, loud=False)
+        await client.speak(800, loud=False)
         await client.wait_for("response.created", 2)
         await asyncio.sleep(0.05)
-        assert engines.asked[-1]["messages"][-1] == {"role": "user", "content": "What is the capital of France?"}
+        assert engines.asked[-1]["messages"][-1] == {"role": "user", "content": "What is the capital. of France?"}
         await client.session.close()
 
     run(scene())
@@ -531,7 +531,7 @@ def test_without_early_start_nothing_is_asked_before_the_end() -> None:
         await client.speak(640)
         await client.speak(640, loud=False)
         assert engines.asked == []
-        await client.speak(640, loud=False)
+        await client.speak(960, loud=False)
         await client.wait_for("response.done")
         await client.session.close()
 
@@ -569,16 +569,16 @@ def test_faults_of_the_models_are_told_and_end_nothing() -> None:
         engines.stt_error = EngineError("stt failed")
         client = Client(engines)
         await client.speak(640)
-        await client.speak(640, loud=False)
+        await client.speak(960, loud=False)
         assert (await client.wait_for("error"))["error"]["code"] == "engine_error"
         engines.stt_error, engines.tts_error = None, EngineError("tts failed")
         await client.speak(640)
-        await client.speak(640, loud=False)
+        await client.speak(960, loud=False)
         done = (await client.wait_for("response.done"))["response"]
         assert done["status"] == "failed" and done["status_details"]["error"]["message"] == "tts failed"
         engines.tts_error = None
         await client.speak(640)
-        await client.speak(640, loud=False)
+        await client.speak(960, loud=False)
         assert (await client.wait_for("response.done", 2))["response"]["status"] == "completed"
         await client.session.close()
 
@@ -594,7 +594,7 @@ def test_sessions_are_apart() -> None:
         engines.answer_deltas = [f"Answer {number} of ", "ten."]
         client = Client(engines)
         await client.speak(640)
-        await client.speak(640, loud=False)
+        await client.speak(960, loud=False)
         done = (await client.wait_for("response.done"))["response"]
         assert done["output"][0]["content"][0]["transcript"] == f"Answer {number} of ten."
         await client.session.close()
