@@ -88,6 +88,8 @@ class FakeEngines:
         self.token_s = 0.0
         self.word_s = 0.05
         self.transcribe_s = 0.0
+        self.is_busy = True  # no partial transcripts
+        self.offsets_s: list[float] = []
         self.stt_error: ApiError | None = None
         self.tts_error: ApiError | None = None
         self.refuse: Callable[[dict[str, Any]], ApiError | None] = lambda body: None
@@ -102,6 +104,7 @@ class FakeEngines:
 
     async def transcribe(self, audio: np.ndarray, offset_s: float) -> list[Segment]:
         self.num_transcribed += 1
+        self.offsets_s.append(offset_s)
         await asyncio.sleep(self.transcribe_s)
         if self.stt_error is not None:
             raise self.stt_error
@@ -109,7 +112,7 @@ class FakeEngines:
         return [Segment(words, 0, 1, 0, 0)] if words else []
 
     def is_transcribing(self) -> bool:
-        return True  # no partial ones
+        return self.is_busy
 
     async def judge(self, audio: np.ndarray) -> float:
         return self.done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import socket
@@ -22,7 +23,7 @@ from orchestrator.errors import UnauthorizedError
 from orchestrator.gateway.app import _no_such_web_socket
 from orchestrator.gateway.guard import Guard
 from orchestrator.gateway.protocol import Limits, Protocol
-from orchestrator.gateway.realtime import REALTIME_PATH, Realtime
+from orchestrator.gateway.realtime import MAX_WAITING, REALTIME_PATH, Outbox, Realtime
 from orchestrator.gateway.web_socket import WebSocketProtocol
 from orchestrator.voice.client_events import MAX_EVENT_BYTES
 from orchestrator.voice.engines import Engines
@@ -315,3 +316,22 @@ def test_who_does_not_read_is_let_go(text: Served, monkeypatch: pytest.MonkeyPat
             connection.sendall(b"\x81" + bytes([0x80 | 126]) + len(body).to_bytes(2, "big") + bytes(4) + body)
         wait_for(lambda: text.realtime._num_sessions == 1)
         wait_for(lambda: text.realtime._num_sessions == 0, 20)
+
+
+def test_events_for_who_does_not_read_are_bounded() -> None:
+    async def scene() -> None:
+        blocked = asyncio.Event()
+
+        async def send(_: Any) -> None:
+            await blocked.wait()
+
+        outbox = Outbox(send)
+        writing = asyncio.create_task(outbox.run())
+        for number in range(3 * MAX_WAITING):
+            outbox.emit({"type": "error", "number": number})
+            await asyncio.sleep(0)
+        assert outbox.is_closed and len(outbox._waiting) <= MAX_WAITING
+        await asyncio.wait_for(outbox.drain(), 1)  # nobody waits for him
+        writing.cancel()
+
+    asyncio.run(scene())

@@ -404,6 +404,28 @@ def test_a_turn_without_end_is_ended() -> None:
     run(scene())
 
 
+def test_what_is_certain_is_told_while_the_person_speaks() -> None:
+    async def scene() -> None:
+        engines = FakeEngines()
+        engines.is_busy = False
+        engines.says = "one two three"  # a word a second
+        client = Client(engines)
+        await client.speak(4_000)
+        deltas = client.all("conversation.item.input_audio_transcription.delta")
+        assert "".join(event["delta"] for event in deltas).split() == ["one", "two", "three"]
+        assert len({event["item_id"] for event in deltas}) == 1
+        # What is certain of a long turn is not heard again.
+        await client.speak(8_000)
+        assert engines.offsets_s[0] == 0 and engines.offsets_s[-1] == 3.0
+        engines.says = ""
+        await client.speak(1_600, loud=False)
+        completed = await client.wait_for("conversation.item.input_audio_transcription.completed")
+        assert completed["transcript"] == "one two three"
+        await client.session.close()
+
+    run(scene())
+
+
 async def answering(engines: FakeEngines | None = None) -> Client:
     """A client who asked, and hears a long answer."""
     client = Client(engines)
