@@ -52,6 +52,6 @@ def test_the_table_has_every_bar() -> None:
     points = {"p50": 1.0, "p95": 2.0}
     times = ("speech_end_to_audio_ms", "barge_in_ms", "barge_in_cancelled_ms")
     parallel = {"sessions": 10, "speech_end_to_audio_ms": points, "longest_gap_ms": 3.0}
-    result = {name: points for name in times} | {"stages_ms": {"asked_ms": points}, "parallel": parallel}
+    result = dict.fromkeys(times, points) | {"stages_ms": {"asked_ms": points}, "parallel": parallel}
     table = describe(result | {"pauses": 40, "false_cutoffs": 0.0, "word_errors": 0.1})
     assert "900 / 1500" in table and "200" in table and "0.05" in table
