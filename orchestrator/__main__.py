@@ -1,4 +1,4 @@
-"""The command line: `python -m orchestrator serve|doctor|chat|keys|quality`."""
+"""The command line: `python -m orchestrator serve|doctor|chat|talk|keys|quality`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from orchestrator.chat import ChatError, chat_loop, chat_once
 from orchestrator.config import ConfigError
 from orchestrator.limits import command as keys_command
 from orchestrator.quality import command as quality_command
+from orchestrator.talk import TalkError, talk
 from orchestrator.triton import doctor
 from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import FLAGS, LOOPBACK, Ports
@@ -29,12 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser("doctor", help="compare an artifact with its manifest and with this machine")
     )
     _add_chat(commands.add_parser("chat", help="talk to a running server in the terminal"))
+    _add_talk(commands.add_parser("talk", help="ask a running server a recorded question, and have it answered aloud"))
     keys_command.add_arguments(commands.add_parser("keys", help="make, show and take back API keys"))
     quality_command.add_arguments(commands.add_parser("quality", help="what the quality monitor of a server knows"))
     options = parser.parse_args(arguments)
     try:
         options.run(options)
-    except (StartError, ChatError, ConfigError, OSError) as error:
+    except (StartError, ChatError, TalkError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -137,13 +139,35 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _chat(options: argparse.Namespace) -> None:
-    key = None if options.key_env is None else os.environ.get(options.key_env)
-    if options.key_env is not None and not key:
-        raise ChatError(f"--key-env {options.key_env}: this environment variable is not set; put the API key there")
+    key = _read_key(options.key_env)
     if options.once is None:
         chat_loop(options.url, options.model, key)
     else:
         chat_once(options.url, options.once, options.model, as_json=options.json, key=key)
+
+
+def _add_talk(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("question", type=Path, metavar="FILE", help="a recording: WAV, FLAC, Ogg or MP3")
+    parser.add_argument(
+        "--output", type=Path, default=Path("answer.wav"), metavar="FILE", help="the answer (default %(default)s)"
+    )
+    parser.add_argument(
+        "--url", default=f"http://{LOOPBACK}:{Ports().gateway}", help="the gateway (default %(default)s)"
+    )
+    parser.add_argument("--model", default="auto", help="a tier, a model, or auto (default)")
+    parser.add_argument("--key-env", metavar="NAME", help="the environment variable that holds the API key, if needed")
+    parser.set_defaults(run=_talk)
+
+
+def _talk(options: argparse.Namespace) -> None:
+    talk(options.url, options.question, options.output, options.model, _read_key(options.key_env))
+
+
+def _read_key(variable: str | None) -> str | None:
+    key = None if variable is None else os.environ.get(variable)
+    if variable is not None and not key:
+        raise ChatError(f"--key-env {variable}: this environment variable is not set; put the API key there")
+    return key
 
 
 def _port(text: str) -> int:

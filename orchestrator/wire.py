@@ -54,6 +54,12 @@ def add_number(request: Any, spec: TensorSpec, value: float) -> None:
     add_floats(request, spec, struct.pack("<f", value))
 
 
+def read_float(raw: bytes) -> float:
+    """The first element of an FP32 tensor."""
+    (value,) = struct.unpack_from("<f", raw)
+    return float(value)
+
+
 def add_string(request: Any, spec: TensorSpec, value: bytes, shape: tuple[int, ...] = (1,)) -> None:
     """Add the STRING tensor `spec`, one element of `shape`."""
     request.inputs.add(name=spec.name, datatype="BYTES", shape=shape)

@@ -64,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table, result = routing(options.requests, options.rounds)
         elif options.command == "speech":
             table, result = speech(options.artifacts, options.rounds)
+        elif options.command == "voice":
+            from perf.voice import voice  # nor soundfile
+
+            table, result = voice(options.artifacts, options.turns, options.barge_ins, options.pauses, options.parallel)
         elif options.command == "cache-lookup":
             from perf.cache_lookup_speed import cache_lookup_speed  # nor Redis
             from perf.embedder import ArtifactEmbedder
@@ -175,6 +179,11 @@ def _parser() -> argparse.ArgumentParser:
         "--only", nargs="+", choices=TECHNIQUES, default=list(TECHNIQUES), metavar="NAME", help="these alone"
     )
     command.add_argument("--rounds", type=_count, default=5, help="of both sides, of each technique")
+    command = add("voice", "how soon a spoken question is answered aloud, and what interrupts whom")
+    command.add_argument("--turns", type=_count, default=20, help="questions, one after the other")
+    command.add_argument("--barge-ins", type=_count, default=12, help="interruptions")
+    command.add_argument("--pauses", type=_count, default=40, help="pauses of 0.7 s inside of sentences, at least")
+    command.add_argument("--parallel", type=_count, default=10, help="sessions at once")
     command = add("cache-lookup", "the semantic cache's lookup by itself, both stores")
     command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs.jsonl"), metavar="FILE")
     command.add_argument("--sizes", type=_counts, default=[10, 1000, 100_000], help="numbers of entries")

@@ -34,9 +34,9 @@ def speech(artifacts: Path, rounds: int) -> tuple[str, dict[str, Any]]:
         for number in range(rounds + 1):
             say(f"round {number} of {rounds}" if number else "warming up")
             for text in TEXTS:
-                first_ms, spoken_ms, pcm = _speak(stack.gateway_url, text)
+                first_ms, spoken_ms, pcm = speak(stack.gateway_url, text)
                 sound_ms = len(pcm) / _BYTES_A_S * 1000
-                heard_ms = _hear(stack.gateway_url, _as_wav(pcm))
+                heard_ms = _hear(stack.gateway_url, as_wav(pcm))
                 if number:
                     spoken["first_sound_ms"].append(first_ms)
                     spoken["whole_ms"].append(spoken_ms)
@@ -59,7 +59,7 @@ def _summary(values: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def _speak(url: str, text: str) -> tuple[float, float, bytes]:
+def speak(url: str, text: str) -> tuple[float, float, bytes]:
     """Milliseconds to the first sound and to the last, and the sound."""
     body = {"model": "tts", "voice": "joe", "input": text, "response_format": "pcm"}
     connection = _connect(url)
@@ -104,5 +104,5 @@ def _check(answer: http.client.HTTPResponse) -> http.client.HTTPResponse:
     return answer
 
 
-def _as_wav(pcm: bytes) -> bytes:
-    return wav_header(_BYTES_A_S // 2) + pcm
+def as_wav(pcm: bytes, rate_hz: int = _BYTES_A_S // 2) -> bytes:
+    return wav_header(rate_hz) + pcm

@@ -16,6 +16,7 @@ from build.compiler import build
 from build.fetch import cache_folder, fetch
 from build.model_rows import PackagedFile
 from build.rows import TargetRow, load_models, load_target
+from orchestrator.__main__ import main
 
 BECKETT = "Ever tried. Ever failed. No matter. Try again. Fail again. Fail better."
 # A Tale of Two Cities, chapter 1, as far as it is read.
@@ -70,6 +71,17 @@ def word_error_rate(heard: str, said: str) -> float:
         for j, other in enumerate(theirs, 1):
             before, costs[j] = costs[j], min(costs[j] + 1, costs[j - 1] + 1, before + (word != other))
     return costs[-1] / len(theirs)
+
+
+# Of the server with the speech models: "all" may use everything.
+KEYS: dict[str, str] = {}
+
+
+def make_key(keys: Path, tenant: str, *options: str) -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert main(["keys", "add", f"--keys={keys}", "--tenant", tenant, *options]) == 0
+    return output.getvalue().split()[-1]
 
 
 def speech_target() -> TargetRow:

@@ -18,6 +18,8 @@ from orchestrator.contracts import DEFAULT_GRPC_URL, DEFAULT_METRICS_URL
 from orchestrator.gateway.app import GatewayOptions, create_app
 from orchestrator.gateway.metrics import FOLDER_VARIABLE
 from orchestrator.gateway.protocol import Protocol
+from orchestrator.gateway.web_socket import WebSocketProtocol
+from orchestrator.voice.client_events import MAX_EVENT_BYTES
 
 # What the kernel keeps for a client that does not read; Linux doubles it, and would let it grow to 4 MiB by itself.
 SEND_BUFFER_BYTES = 128 << 10
@@ -59,7 +61,9 @@ def main() -> None:
         workers=args.workers,
         loop="uvloop",
         http=Protocol,
-        ws="none",
+        ws=WebSocketProtocol,
+        ws_max_size=MAX_EVENT_BYTES + 1024,
+        ws_per_message_deflate=False,  # sound as base64 hardly shrinks
         log_level="info",
         access_log=False,
         proxy_headers=False,  # nothing here asks where a client is

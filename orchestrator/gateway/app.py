@@ -23,18 +23,20 @@ from orchestrator.errors import ApiError, InternalError, InvalidRequestError, Mo
 from orchestrator.gateway.cache_admin import CacheOperation
 from orchestrator.gateway.chat import Completions
 from orchestrator.gateway.embeddings import Embeddings
-from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundError
+from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundError, UpgradeRequiredError
 from orchestrator.gateway.guard import Guard
-from orchestrator.gateway.messages import error_headers, forwarded_headers
+from orchestrator.gateway.messages import error_headers, forwarded_headers, refuse
 from orchestrator.gateway.metrics import CONTENT_TYPE, render_page
 from orchestrator.gateway.ocr import OCR_PATH, Ocr
 from orchestrator.gateway.openapi import describe
 from orchestrator.gateway.playground import Playground
+from orchestrator.gateway.realtime import REALTIME_PATH, Realtime
 from orchestrator.gateway.speech import SPEECH_PATH, Speaking
 from orchestrator.gateway.transcriptions import TRANSCRIPTIONS_PATH, Transcriptions
 from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.pipeline import AUTO
 from orchestrator.readiness import engines_of
+from orchestrator.voice.session import Abilities
 
 CHAT_PATH = "/v1/chat/completions"
 EMBEDDINGS_PATH = "/v1/embeddings"
@@ -114,6 +116,10 @@ def create_app(options: GatewayOptions) -> Guard:
         await check(request, "metrics")
         return Response(await render_page(options.triton_metrics_url), headers={"content-type": CONTENT_TYPE})
 
+    async def upgrade(_: Request) -> JSONResponse:
+        error = UpgradeRequiredError(f"{REALTIME_PATH}: is a WebSocket; connect with ws:// instead")
+        return JSONResponse(error.body(), error.status, {"upgrade": "websocket", "connection": "upgrade"})
+
     async def openapi(_: Request) -> JSONResponse:
         return JSONResponse(description)
 
@@ -127,9 +133,13 @@ def create_app(options: GatewayOptions) -> Guard:
         "/v1/rt/cache/wrong": CacheOperation(triton, "wrong"),
         "/v1/rt/cache/invalidate": CacheOperation(triton, "invalidate"),
     }
+    chat_models = [name for name, path in paths.items() if path == CHAT_PATH]
+    abilities = Abilities(speech.transcriber, speech.speaker)
+    realtime = Realtime(triton, abilities, chat_models, with_keys=options.with_keys)
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
         Route("/", Playground(), methods=["GET"]),
+        Route(REALTIME_PATH, upgrade),
         Route("/v1/models", models),
         Route("/v1/models/{name}", model),
         Route("/health", health),
@@ -143,6 +153,9 @@ def create_app(options: GatewayOptions) -> Guard:
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         """Past Starlette's layers where the time to the first token counts; all else, wrong methods too, through."""
+        if scope["type"] == "websocket":
+            await (realtime if scope["path"] == REALTIME_PATH else _no_such_web_socket)(scope, receive, send)
+            return
         is_post = scope["type"] == "http" and scope["method"] == "POST"
         endpoint = endpoints.get(scope["path"], app) if is_post else app
         await endpoint(scope, receive, send)
@@ -193,6 +206,11 @@ async def _refuse(request: Request, fault: Exception) -> JSONResponse:
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
     return JSONResponse(error.body(), error.status, error_headers(error))
+
+
+async def _no_such_web_socket(scope: Scope, receive: Receive, send: Send) -> None:
+    await receive()
+    await refuse(send, RouteNotFoundError(f"{shorten(scope['path'])}: the one WebSocket is {REALTIME_PATH}"))
 
 
 def _target(request: Request) -> str:

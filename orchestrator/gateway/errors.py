@@ -8,12 +8,16 @@ InvalidRequestError
 ├── RequestTimeoutError          408  the request took too long to arrive
 ├── UnsupportedMediaTypeError    415  not plain JSON
 ├── HostNotAllowedError          421  a name this server does not answer to
+├── UpgradeRequiredError         426  a WebSocket's route, asked by plain HTTP
 └── HeadersTooLargeError         431
+
+OverloadedError                  503
+└── SessionLimitError                 as many realtime sessions as this machine can serve
 """
 
 from __future__ import annotations
 
-from orchestrator.errors import InvalidRequestError
+from orchestrator.errors import InvalidRequestError, OverloadedError
 
 
 class OriginNotAllowedError(InvalidRequestError):
@@ -51,6 +55,15 @@ class HostNotAllowedError(InvalidRequestError):
     code = "host_not_allowed"
 
 
+class UpgradeRequiredError(InvalidRequestError):
+    status = 426
+    code = "upgrade_required"
+
+
 class HeadersTooLargeError(InvalidRequestError):
     status = 431
     code = "headers_too_large"
+
+
+class SessionLimitError(OverloadedError):
+    code = "session_limit"

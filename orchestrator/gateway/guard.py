@@ -17,11 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ShuttingDownError, shorten
 from orchestrator.gateway.errors import HostNotAllowedError, OriginNotAllowedError
-from orchestrator.gateway.messages import send_error
+from orchestrator.gateway.messages import refuse, send_error
 from orchestrator.gateway.metrics import OTHER_ROUTE, count_answer
 from orchestrator.gateway.request_id import REQUEST_ID_HEADER, new_request_id
 from orchestrator.request import REQUEST_ID_RULE, is_request_id
 
+_SWITCHING = 101
 _CLIENT_LEFT = 499  # nginx's; nobody reads it, it is only counted
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _WILDCARDS = ("0.0.0.0", "::")
@@ -60,6 +61,9 @@ class Guard:
         self._is_host_allowed = lru_cache(maxsize=64)(self._check_host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._guard_web_socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -100,6 +104,24 @@ class Guard:
                 )
         finally:
             count_answer(scope["path"] if scope["path"] in self._routes else OTHER_ROUTE, status)
+
+    async def _guard_web_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The same for a handshake. Browsers let every page open a WebSocket anywhere, and say which page it is."""
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        route = scope["path"] if scope["path"] in self._routes else OTHER_ROUTE
+
+        def send_counted(message: Message) -> Awaitable[None]:
+            if message["type"] == "websocket.accept":
+                count_answer(route, _SWITCHING)
+            elif message["type"] == "websocket.http.response.start":
+                count_answer(route, message["status"])
+            return send(message)
+
+        refusal = _find_repeated(scope["headers"], headers) or self._find_fault(headers)
+        if refusal is not None:
+            await refuse(send_counted, refusal)
+        else:
+            await self._app(scope, receive, send_counted)
 
     def _find_fault(self, headers: dict[bytes, bytes]) -> ApiError | None:
         request_id = headers.get(REQUEST_ID_HEADER)

@@ -124,6 +124,14 @@ async def send_error(send: Send, error: ApiError, headers: Headers = ()) -> None
     await send_json(send, error.status, encode_error(error), [*encode_headers(error_headers(error)), *headers])
 
 
+async def refuse(send: Send, error: ApiError) -> None:
+    """An HTTP answer to a WebSocket's handshake."""
+    body = encode_error(error)
+    fields = [(b"content-type", b"application/json"), *encode_headers(error_headers(error))]
+    await send({"type": "websocket.http.response.start", "status": error.status, "headers": fields})
+    await send({"type": "websocket.http.response.body", "body": body})
+
+
 def error_headers(error: ApiError) -> dict[str, str]:
     """The error's own, and what its status asks for (RFC 9110, section 11.6.1)."""
     challenge = {"www-authenticate": "Bearer"} if error.status == UnauthorizedError.status else {}

@@ -47,6 +47,22 @@ TTFT_S = Histogram(
     buckets=(0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30),
     registry=_REGISTRY,
 )
+SESSIONS = Gauge("rt_realtime_sessions", "Open /v1/realtime sessions", multiprocess_mode="livesum", registry=_REGISTRY)
+# From the end of speech: around the time in which people answer each other (0.2 s) and the bars (0.9 and 1.5 s).
+TURN_S = Histogram(
+    "rt_realtime_turn_seconds",
+    "From the end of speech to the transcript, the model's first token, and the first audio sent",
+    ("stage",),
+    buckets=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.2, 1.5, 2, 3, 5, 10),
+    registry=_REGISTRY,
+)
+DECISIONS = Counter(
+    "rt_realtime_decisions",
+    "An answer interrupted, or resumed after noise or a little word; a turn in which nothing was said; an answer that "
+    "was begun early, and dropped",
+    ("decision",),
+    registry=_REGISTRY,
+)
 EVENTS = Counter("rt_gateway_events", "SSE events sent; counted when their stream ends", registry=_REGISTRY)
 
 

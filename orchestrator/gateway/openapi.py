@@ -10,6 +10,7 @@ from orchestrator.contracts import EMBEDDING_DIMENSIONS, OCR_MODEL
 from orchestrator.embedding.request import EmbeddingRequest
 from orchestrator.gateway.ocr import FILE_FIELD as IMAGE_FIELD
 from orchestrator.gateway.ocr import FORM, MODEL_FIELD, OCR_PATH, RAW
+from orchestrator.gateway.realtime import REALTIME_PATH
 from orchestrator.gateway.speech import SPEECH_PATH
 from orchestrator.gateway.transcriptions import FILE_FIELD, TRANSCRIPTIONS_PATH
 from orchestrator.request import ChatRequest, CompletionRequest
@@ -117,6 +118,7 @@ def describe() -> dict[str, Any]:
             OCR_PATH: {"post": _ocr()},
             TRANSCRIPTIONS_PATH: {"post": _transcription()},
             SPEECH_PATH: {"post": _speech()},
+            REALTIME_PATH: {"get": _realtime()},
             "/v1/rt/cache/wrong": {"post": _operation("markCacheHitWrong", "WrongHit", "The stored answer is gone")},
             "/v1/rt/cache/invalidate": {
                 "post": _operation("invalidateCache", "Invalidation", "What was removed, or would be")
@@ -179,6 +181,15 @@ def _operation(name: str, schema: str, outcome: str) -> dict[str, Any]:
             "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}},
         },
         "responses": {"200": _json(outcome), **_REFUSED, **_FAILED},
+    }
+
+
+def _realtime() -> dict[str, Any]:
+    """OpenAPI knows no WebSockets."""
+    answers = _errors(s426="asked by plain HTTP")
+    return {
+        "description": "A WebSocket: OpenAI's Realtime API, in docs/realtime.md",
+        "responses": {**_REFUSED, **answers},
     }
 
 

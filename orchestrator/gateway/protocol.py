@@ -64,6 +64,7 @@ class Protocol(HttpToolsProtocol):
     _is_in_head = False
     _has_file = False  # a request whose body is one
     _is_deaf = False  # to everything that still comes
+    _is_upgraded = False  # it is a WebSocket now, and no matter of this class
     _num_head_bytes = 0
     _num_discarded = 0
     _num_raw_bytes = 0  # of the request under way, with all that frames its body
@@ -103,6 +104,8 @@ class Protocol(HttpToolsProtocol):
                 self._refuse(RequestTooLargeError(f"chunks and trailers of more than {max_raw_bytes} bytes"))
                 return
         super().data_received(data)
+        if self._is_upgraded:
+            return
         if self._is_reading:
             if self._read_timer is None:
                 self._read_timer = self.loop.call_later(self.limits.read_s, self._read_timed_out)
@@ -141,7 +144,7 @@ class Protocol(HttpToolsProtocol):
             raise self._refusal
         super().on_headers_complete()
         self._is_in_head = False
-        self._has_file = self.scope["path"] in _FILE_BODY_BYTES
+        self._has_file = self.scope.get("path") in _FILE_BODY_BYTES  # there is none yet if it is to be a WebSocket
 
     def on_message_complete(self) -> None:
         self._is_reading = False
@@ -159,6 +162,13 @@ class Protocol(HttpToolsProtocol):
         self._refuse(self._refusal or InvalidRequestError("the request is not valid HTTP/1.1"))
 
     # --- uvicorn's and the transport's calls ---
+
+    def handle_websocket_upgrade(self) -> None:
+        self._is_upgraded = True
+        self._unset_keepalive_if_required()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+        super().handle_websocket_upgrade()
 
     def on_response_complete(self) -> None:
         self._idle_since_s = self.loop.time()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,11 +13,25 @@ from grpc import aio
 from tritonclient.grpc import service_pb2
 
 from orchestrator import contracts
-from orchestrator.errors import from_message
-from orchestrator.infer_streams import InferStreams, Responses
+from orchestrator.errors import ApiError, from_message
+from orchestrator.infer_streams import InferStream, InferStreams, Responses
 from orchestrator.limits.client import LimitsClient, answer_headers_of
 from orchestrator.readiness import find_not_ready
-from orchestrator.wire import add_floats, add_number, add_row, add_string, find_output, new_request, read_outputs
+from orchestrator.wire import (
+    add_floats,
+    add_number,
+    add_row,
+    add_string,
+    add_values,
+    find_output,
+    new_request,
+    read_float,
+    read_outputs,
+)
+
+# Shorter than model_repository/vad's `max_sequence_idle_microseconds`, 5 s: a person of whom nothing was heard for so
+# long begins anew.
+_FORGOTTEN_S = 4.0
 
 
 class TritonClient:
@@ -64,12 +80,27 @@ class TritonClient:
         raw = (await self._infer(request))[contracts.OCR_RESULT.name]
         return raw[4:]  # one STRING element: a length of 4 bytes, then the text
 
-    async def transcribe(self, audio: bytes, temperature: float) -> bytes:
-        """What is said in `audio`, little-endian FP32 at 16 kHz, as `voice.transcript` encodes it; as `embed_text`."""
+    async def transcribe(self, audio: bytes, temperature: float, *, is_partial: bool = False) -> bytes:
+        """What is said in `audio`, little-endian FP32 at 16 kHz, as `voice.transcript` encodes it; as `embed_text`.
+
+        `is_partial` is quicker, and never tries twice.
+        """
         request = service_pb2.ModelInferRequest(model_name=contracts.STT_MODEL)
         add_floats(request, contracts.AUDIO, audio)
         add_number(request, contracts.TEMPERATURE, temperature)
+        if is_partial:
+            add_values(request, contracts.PARTIAL, True)
         return (await self._infer(request))[contracts.SEGMENTS.name][4:]  # behind the length of the one element
+
+    async def judge_turn(self, audio: bytes) -> float:
+        """How probably the person whose turn is `audio` (as for `transcribe`) is done; raises like `embed_text`."""
+        request = service_pb2.ModelInferRequest(model_name=contracts.TURN_MODEL)
+        add_floats(request, contracts.AUDIO, audio)
+        return read_float((await self._infer(request))[contracts.DONE_PROBABILITY.name])
+
+    def listen(self) -> Listening:
+        """To one person."""
+        return Listening(self._streams)
 
     def speak(self, text: str, speed: float) -> Sound:
         """`text`, spoken."""
@@ -112,6 +143,47 @@ class EventStream:
                 if raw := find_output(response, contracts.EVENT):
                     self.headers = self.headers or answer_headers_of(response)
                     yield raw[4:]  # one STRING element: a length of 4 bytes, then the text
+
+
+class Listening:
+    """A person's sound, frame by frame, through `vad`: one sequence on one stream. For one caller at a time."""
+
+    def __init__(self, streams: InferStreams) -> None:
+        self._streams = streams
+        self._stream: InferStream | None = None
+        self._sequence_id = 0
+        self._heard_s = 0.0  # when the last frame was
+
+    async def hear(self, frame: bytes) -> float:
+        """Little-endian FP32 [512], how probably he speaks. Raises `EngineError`."""
+        now_s = time.monotonic()
+        starts = self._stream is None or now_s - self._heard_s > _FORGOTTEN_S
+        self._heard_s = now_s
+        if self._stream is None:
+            self._stream = self._streams.borrow()
+        if starts:
+            self._sequence_id = random.getrandbits(62) + 1
+        request = new_request(contracts.VAD_MODEL, "")
+        add_floats(request, contracts.FRAME, frame)
+        request.inputs[-1].shape[:] = [1, contracts.FRAME_SAMPLES]
+        request.parameters["sequence_id"].int64_param = self._sequence_id
+        request.parameters["sequence_start"].bool_param = starts
+        request.parameters["sequence_end"].bool_param = False
+        try:
+            await self._stream.send(request)
+            response = await self._stream.receive()
+            if response.error_message:
+                raise from_message(response.error_message)
+        except ApiError:
+            await self.leave()
+            raise
+        return read_float(find_output(response, contracts.SPEECH_PROBABILITY) or b"")
+
+    async def leave(self) -> None:
+        """Triton forgets the sequence when it was idle for a while."""
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            await self._streams.give_back(stream)
 
 
 class Sound:

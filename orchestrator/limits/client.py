@@ -77,8 +77,13 @@ def _start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 def _let_go(task: asyncio.Task[Any]) -> None:
     _working.discard(task)
-    if not task.cancelled():
-        task.exception()  # seen, also if nobody waits for it any more
+    look_at(task)
+
+
+def look_at(done: asyncio.Future[Any]) -> None:
+    """For what nobody may wait for any more: else asyncio logs its failure."""
+    if not done.cancelled():
+        done.exception()
 
 
 class LimitsClient:

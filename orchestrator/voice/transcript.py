@@ -61,6 +61,19 @@ def text_of(segments: Sequence[Segment]) -> str:
     return "".join(segment.text for segment in segments).strip()
 
 
+def said_once(text: str) -> str:
+    """`text`, or what it repeats: a transcriber that has lost its way says the same again and again.
+
+    Only of three words or more, and to the end; the last time may be cut.
+    """
+    words = text.split()
+    keys = ["".join(filter(str.isalnum, word.lower())) for word in words]
+    for length in range(3, len(words) // 2 + 1):
+        if all(keys[index] == keys[index - length] for index in range(length, len(words))):
+            return " ".join(words[:length])
+    return text
+
+
 def encode_segments(segments: Sequence[Segment]) -> str:
     """JSON: a list of objects, named as the fields of `Segment` and `Word`."""
     return json.dumps([asdict(segment) for segment in segments], ensure_ascii=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from faster_whisper import WhisperModel
 
+from orchestrator.contracts import SAMPLE_RATE_HZ
 from orchestrator.voice.chunks import Floats
 from orchestrator.voice.transcript import Segment, Word
 
@@ -17,6 +20,12 @@ _TEMPERATURES = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
 # goes into the rest of it (2 s of speech: 1.1 s of processor time with all of it, 0.2 s so). With 1 s the last words
 # were repeated over and over; with 3 s the texts were those of all 30 s.
 _SILENT_FRAMES = 500
+# Whisper now and then says the last words over and over, or makes some up. So of a partial transcript no more tokens
+# come than anybody can say (most people speak 4 words a second, fast ones 6), and what it made up is left out: it finds
+# no place in the sound for such words, or is most unsure of them (Radford et al. 2022, section 4.5, has the same -1).
+_TOKENS_A_S, _MORE_TOKENS = 8, 8
+_NO_PLACE_S = 0.02
+_MIN_LOGPROB = -1.0
 
 
 class _ShortWindow(WhisperModel):  # type: ignore[misc]
@@ -42,17 +51,20 @@ class Whisper:
         """FP32 [samples] at 16 kHz -> what was said; nothing where nobody speaks.
 
         Silence and noise are cut out before Whisper hears them, by the VAD that faster-whisper brings: it would make
-        words of them. `is_partial` looks for the likeliest next word alone and never tries again.
+        words of them. `is_partial`, for somebody who waits, looks for the likeliest next word alone, and never tries
+        again.
         """
+        max_tokens = _MORE_TOKENS + int(_TOKENS_A_S * len(audio) / SAMPLE_RATE_HZ) if is_partial else None
         segments, _ = self._model.transcribe(
             audio,
+            max_new_tokens=max_tokens,
             beam_size=1 if is_partial else 5,
             temperature=temperature if temperature or is_partial else _TEMPERATURES,
             condition_on_previous_text=False,  # what was misheard once would be misheard again
             word_timestamps=True,
             vad_filter=True,
         )
-        return [
+        heard = [
             Segment(
                 words=tuple(
                     Word(word.word, float(word.start), float(word.end), float(word.probability))
@@ -66,3 +78,18 @@ class Whisper:
             for segment in segments
             if segment.words
         ]
+        return leave_out_made_up(heard) if is_partial else heard
+
+
+def leave_out_made_up(segments: Sequence[Segment]) -> list[Segment]:
+    """Without the words at the end that have no place in the sound, and without segments that are most unsure."""
+    kept = [segment for segment in segments if segment.avg_logprob >= _MIN_LOGPROB]
+    while kept:
+        words = kept[-1].words
+        while words and words[-1].end_s - words[-1].start_s <= _NO_PLACE_S:
+            words = words[:-1]
+        if words:
+            kept[-1] = replace(kept[-1], words=words)
+            break
+        kept.pop()
+    return kept

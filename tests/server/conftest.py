@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from serving import Stack, running
+from speech import KEYS, build_speech, make_key
 from tokenizers import Tokenizer
 
 # Behind stand-ins every engine of a GPU target is the real model: more of them start, and share the cores.
@@ -25,3 +27,17 @@ def cpu_tokenizer(artifact: Callable[[str], Path]) -> Tokenizer:
     """The real model's tokenizer."""
     folder = artifact("cpu") / "model_repository" / "llm_small" / "1" / "tokenizer"
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def speech_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.json"
+
+
+@pytest.fixture(scope="session")
+def speech_stack(speech_keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The scripted server with the speech models, and with keys."""
+    KEYS["all"] = make_key(speech_keys, "all")
+    folder = tmp_path_factory.mktemp("speech")
+    with running(build_speech(HERE.parents[1] / "artifacts"), folder, f"--keys={speech_keys}") as stack:
+        yield stack

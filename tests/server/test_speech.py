@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
@@ -18,39 +17,15 @@ import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as triton
-from serving import Stack, running, wait_for
-from speech import BECKETT, TWO_CITIES, as_file, build_speech, recording, sound, word_error_rate, words_of
-
-from orchestrator.__main__ import main
+from serving import Stack, wait_for
+from speech import BECKETT, KEYS, TWO_CITIES, as_file, make_key, recording, sound, word_error_rate, words_of
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts the server
 
-ROOT = Path(__file__).parents[2]
-KEYS: dict[str, str] = {}
 PATH = "/v1/audio/transcriptions"
 FRAME = 512
 NOISE = np.random.default_rng(0).normal(0, 0.1, 10 * 16_000).astype(np.float32)
 SILENCE = np.zeros(10 * 16_000, np.float32)
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("keys") / "keys.json"
-
-
-@pytest.fixture(scope="module")
-def speech_stack(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The scripted server with the speech models, and with keys."""
-    KEYS["all"] = make_key(keys, "all")
-    with running(build_speech(ROOT / "artifacts"), tmp_path_factory.mktemp("speech"), f"--keys={keys}") as stack:
-        yield stack
-
-
-def make_key(keys: Path, tenant: str, *options: str) -> str:
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        assert main(["keys", "add", f"--keys={keys}", "--tenant", tenant, *options]) == 0
-    return output.getvalue().split()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -406,7 +381,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
     assert {"stt", "tts", "whisper-tiny.en", "piper-joe"} <= {model.id for model in client.models.list()}
 
 
-def test_keys_and_quotas(speech_stack: Stack, keys: Path) -> None:
+def test_keys_and_quotas(speech_stack: Stack, speech_keys: Path) -> None:
     def post(key: str) -> list[httpx.Response]:
         """A transcription and a speech."""
         headers = {"authorization": f"Bearer {key}"}
@@ -417,10 +392,13 @@ def test_keys_and_quotas(speech_stack: Stack, keys: Path) -> None:
         ]
 
     assert [answer.status_code for answer in post("nobody's")] == [401, 401]
-    speaker = make_key(keys, "speaker", "--tier", "tts")
+    speaker = make_key(speech_keys, "speaker", "--tier", "tts")
     assert [answer.status_code for answer in post(speaker)] == [403, 200]
     # The first one has a file that is refused, and counts all the same.
-    assert [answer.status_code for answer in post(make_key(keys, "few", "--requests-per-minute", "1"))] == [400, 429]
+    assert [answer.status_code for answer in post(make_key(speech_keys, "few", "--requests-per-minute", "1"))] == [
+        400,
+        429,
+    ]
 
 
 def test_deadlines_hold_here_too(speech_stack: Stack) -> None:

@@ -100,7 +100,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backend",),
     ("dispatch", "afterwards"),
     ("pipeline",),
-    ("triton", "gateway", "grpc_front", "chat"),
+    ("triton", "gateway", "grpc_front", "chat", "talk"),
     ("__main__",),
 )
 LAYER_OF = {part: level for level, layer in enumerate(LAYERS) for part in layer}
@@ -124,13 +124,14 @@ HEAVY = {
     "pytriton": (),
     "redis": ("cache/redis_store.py", "cache/guarded_store.py", "limits/redis_ledger.py", "quality/redis_store.py"),
     "soundfile": ("voice/recording.py",),
-    "soxr": ("voice/recording.py", "gateway/speech.py"),
+    "soxr": ("voice/recording.py", "voice/pcm.py", "gateway/speech.py"),
     "snowballstemmer": ("cache/lexicon/",),
     "starlette": ("gateway/",),
     "torch": (),
     "triton_python_backend_utils": ("triton/",),
     "usearch": ("cache/index.py",),
     "uvicorn": ("gateway/",),
+    "websockets": ("talk.py",),
 }
 
 MODULES = sorted((ROOT / "orchestrator").rglob("*.py"))

@@ -27,7 +27,9 @@ from orchestrator.voice.mel import NUM_SAMPLES, log_mel
 from orchestrator.voice.recording import MAX_S, Recording
 from orchestrator.voice.request import parse_speech_request, parse_transcription_request
 from orchestrator.voice.speaking import sentences_of, wav_header
+from orchestrator.voice.transcript import Segment, Word, text_of
 from orchestrator.voice.vad import Frame, VoiceActivity
+from orchestrator.voice.whisper import leave_out_made_up
 
 TONE = (0.3 * np.sin(np.arange(24_000) * 2 * np.pi * 440 / 48_000)).astype(np.float32)  # half a second at 48 kHz
 
@@ -383,3 +385,15 @@ def test_a_text_that_fails_says_so_and_others_go_on(tts: tuple[TtsModel, SlowVoi
         sentences(request)
         ((response, _),) = request.sender.sent
         assert response is not None and message in str(response.error())
+
+
+def test_what_whisper_made_up_is_left_out() -> None:
+    def heard(*words: tuple[str, float, float], logprob: float = -0.3) -> Segment:
+        return Segment(tuple(Word(text, start_s, end_s, 0.9) for text, start_s, end_s in words), logprob, 1.0, 0.0, 0.0)
+
+    egg = heard((" an", 0.9, 1.1), (" egg?", 1.1, 1.4), (" How", 1.4, 1.4), (" do", 1.4, 1.4))
+    assert text_of(leave_out_made_up([egg])) == "an egg?"
+    assert text_of(leave_out_made_up([egg, heard((" This", 1.5, 2.0), (" one.", 2.1, 2.1), logprob=-1.7)])) == "an egg?"
+    assert leave_out_made_up([heard((" you", 1.0, 1.0))]) == []
+    pause = heard((" one", 0.0, 0.0), (" two", 0.5, 0.9))
+    assert leave_out_made_up([pause]) == [pause]

@@ -14,7 +14,7 @@ from orchestrator.contracts import SAMPLE_RATE_HZ
 from orchestrator.voice.chunks import CHUNK_S, OVERLAP_S, cut_chunks
 from orchestrator.voice.partial import PartialTranscript
 from orchestrator.voice.subtitles import to_srt, to_vtt
-from orchestrator.voice.transcript import Segment, Word, decode_segments, encode_segments, join, text_of
+from orchestrator.voice.transcript import Segment, Word, decode_segments, encode_segments, join, said_once, text_of
 
 
 def segment(words: Sequence[Word]) -> Segment:
@@ -142,3 +142,20 @@ def test_subtitles() -> None:
         "WEBVTT\n\n00:00:00.000 --> 00:00:00.800\nHello there.\n\n01:02:03.500 --> 01:02:05.000\nOne -> two\n\n"
     )
     assert to_vtt([]) == "WEBVTT\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "once"),
+    [
+        ("What is the capital of France? What is the capital of France? What is", "What is the capital of France?"),
+        ("Row, row, row your boat. Row, row, row your boat.", "Row, row, row your boat."),
+        ("No, no, no, no.", "No, no, no, no."),
+        (
+            "It was the best of times, it was the worst of times.",
+            "It was the best of times, it was the worst of times.",
+        ),
+        ("", ""),
+    ],
+)
+def test_what_is_repeated_is_said_once(text: str, once: str) -> None:
+    assert said_once(text) == once

@@ -1,0 +1,36 @@
+"""uvicorn's WebSocket connection, with limits on what one client may cost."""
+
+from __future__ import annotations
+
+from asyncio import TimerHandle
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+# Until the client has read what waits for it; then the connection is cut. The keep-alive pings alone would close it
+# in order, which waits for the client too.
+WRITE_S = 30.0
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """One connection, after its handshake was read by `orchestrator.gateway.protocol`."""
+
+    write_s = WRITE_S
+    _write_timer: TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _stop_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
