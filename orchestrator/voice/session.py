@@ -185,7 +185,7 @@ class Session:
         if config.audio.input.format != old.audio.input.format:
             self._inlet = Inlet(config.audio.input.format.rate)
         if config.audio.input.turn_detection != old.audio.input.turn_detection:
-            self._forget_turn()
+            self._drop_turn()
             self._before = []
             num_frames, self._taking = self._taking.num_frames, TurnTaking(self._policy())
             self._taking.num_frames = num_frames
@@ -316,6 +316,13 @@ class Session:
         end_ms = self._taking.now_ms - self._taking.silence_frames * FRAME_MS
         self._emit("input_audio_buffer.speech_stopped", audio_end_ms=end_ms, item_id=self._turn.item_id)
 
+    def _drop_turn(self) -> None:
+        """Whatever is being said, it is not heard; an answer that was silent for it goes on."""
+        if self._taking.is_hushed:
+            self._resume()
+        else:
+            self._forget_turn()
+
     def _forget_turn(self) -> None:
         if self._turn is not None:
             self._drop_early()
@@ -376,7 +383,7 @@ class Session:
         except ApiError as error:
             if turn is self._turn:
                 self.tell_error(error)
-                self._resume() if self._taking.is_hushed else self._forget_turn()
+                self._drop_turn()
             return
         if turn.hearing is asyncio.current_task():  # the person has not gone on since
             turn.text, turn.times.transcript_s = heard, self._clock()
@@ -510,10 +517,7 @@ class Session:
         self._add_spoken(turn, text)
 
     def _clear(self) -> None:
-        if self._taking.is_hushed:
-            self._resume()
-        else:
-            self._forget_turn()
+        self._drop_turn()
         self._before = []
         self._emit("input_audio_buffer.cleared")
 
@@ -593,6 +597,7 @@ class Session:
     def _interrupt(self, reason: Reason, audio_end_ms: int | None = None) -> None:
         """The answer ends; of it stays what was heard, as far as the client says it, else by the clock."""
         response, self._response = self._response, None
+        self._taking.is_hushed = False
         if response is None:
             return
         heard_ms = response.cancel(reason, audio_end_ms)
@@ -604,8 +609,6 @@ class Session:
         if self._response is None or event.response_id not in (None, self._response.id):
             raise refused("response_id" if event.response_id else "type", "there is no such answer under way")
         self._interrupt("client_cancelled")
-        if self._taking.is_hushed:
-            self._taking.is_hushed = False
 
     # --- the rest ---
 

@@ -138,7 +138,7 @@ class TurnTaking:
         return acts + self._decide()
 
     def end(self) -> None:
-        """The turn is over, because somebody says so."""
+        """The turn is over: by END or RESUME, or because somebody says so."""
         self.in_turn = self.is_hushed = False
         self.text, self._done = None, 0.0
         self.silence_frames = self._voiced = self._onset = 0
@@ -186,6 +186,6 @@ class TurnTaking:
             return [Act.INTERRUPT]
         is_understood = self.text is not None and self.silence_frames >= self.policy.resume_frames
         if is_understood or self.silence_frames >= self.policy.resume_anyway_frames:
-            self.end()
+            self.in_turn = self.is_hushed = False
             return [Act.RESUME]
         return []

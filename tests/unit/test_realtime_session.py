@@ -478,11 +478,30 @@ def test_little_words_only_hold_the_answer_up() -> None:
         await client.speak(512, loud=False)
         resumed = await client.wait_for("rt.output_audio.resumed")
         assert paused - 250 <= resumed["audio_ms"] <= paused
+        stopped = client.all("input_audio_buffer.speech_stopped")[-1]
+        assert abs(stopped["audio_end_ms"] - (960 + 800 + 256)) < 100
         done = (await client.wait_for("response.done", timeout_s=10))["response"]
         assert done["status"] == "completed" and client.decisions == ["resumed"]
         assert client.types.count("input_audio_buffer.committed") == 1
         # All of it was sent, what had been thrown away twice.
         assert client.audio_ms - (paused - resumed["audio_ms"]) == pytest.approx(34 * 100, abs=40)
+        await client.session.close()
+
+    run(scene())
+
+
+@pytest.mark.parametrize("event", ["input_audio_buffer.clear", "session.update"])
+def test_an_answer_goes_on_when_who_spoke_into_it_is_not_heard(event: str) -> None:
+    async def scene() -> None:
+        client = await answering()
+        client.engines.answer_deltas = []
+        await client.speak(128)
+        detection = {"type": "server_vad"}
+        fields = {"session": {"type": "realtime", "audio": {"input": {"turn_detection": detection}}}}
+        await client.send(event, **(fields if event == "session.update" else {}))
+        assert "rt.output_audio.resumed" in client.types
+        done = (await client.wait_for("response.done", timeout_s=10))["response"]
+        assert done["status"] == "completed"
         await client.session.close()
 
     run(scene())
