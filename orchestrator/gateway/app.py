@@ -135,7 +135,7 @@ def create_app(options: GatewayOptions) -> Guard:
     }
     chat_models = [name for name, path in paths.items() if path == CHAT_PATH]
     abilities = Abilities(speech.transcriber, speech.speaker)
-    realtime = Realtime(triton, abilities, chat_models, with_keys=options.with_keys)
+    realtime = Realtime(triton, abilities, chat_models)
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
         Route("/", Playground(), methods=["GET"]),

@@ -52,14 +52,12 @@ class Realtime:
         abilities: Abilities,
         models: Sequence[str],
         *,
-        with_keys: bool,
         idle_s: float = IDLE_S,
     ) -> None:
         """`models` may be asked for in the address: ``/v1/realtime?model=auto``."""
         self._triton = triton
         self._abilities = abilities
         self._models = models
-        self._with_keys = with_keys
         self._idle_s = idle_s
         self._num_sessions = 0
         self.max_sessions = max_sessions(abilities)
@@ -127,7 +125,7 @@ class Realtime:
                     await send({"type": "websocket.close", "code": close[0], "reason": close[1]})
 
     def _make_engines(self, headers: list[tuple[str, str]]) -> Engines:
-        return TritonEngines(self._triton, headers, with_keys=self._with_keys)
+        return TritonEngines(self._triton, headers)
 
     async def _relay(self, receive: Receive, session: Session, outbox: Outbox) -> tuple[int, str] | None:
         """Until the client leaves (None), or the connection is to be closed: with which code and reason."""
@@ -204,10 +202,9 @@ class TritonEngines:
 
     _num_transcribing = 0  # of all sessions of this process
 
-    def __init__(self, triton: TritonClient, headers: list[tuple[str, str]], *, with_keys: bool) -> None:
+    def __init__(self, triton: TritonClient, headers: list[tuple[str, str]]) -> None:
         self._triton = triton
         self._headers = [(name, value) for name, value in headers if name != REQUEST_ID_HEADER.decode()]
-        self._with_keys = with_keys
 
     def meet(self) -> TritonPerson:
         return TritonPerson(self._triton.listen())
@@ -235,7 +232,7 @@ class TritonEngines:
         return self._triton.speak(text, speed)
 
     async def charge(self, model: Literal["stt", "tts"]) -> None:
-        if self._with_keys:
+        if self._triton.limits.with_keys:
             await self._triton.limits.serve(Place(), model, (), self._headers, _nothing)
 
 

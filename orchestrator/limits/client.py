@@ -92,11 +92,11 @@ class LimitsClient:
     def __init__(self, streams: InferStreams, *, with_keys: bool = True) -> None:
         """Without keys everybody may do everything, and `check` need not ask."""
         self._streams = streams
-        self._with_keys = with_keys
+        self.with_keys = with_keys
 
     async def check(self, right: str, headers: Headers) -> None:
         """Whether the caller of `headers` may see "models" or "metrics", or use a model."""
-        if self._with_keys:
+        if self.with_keys:
             await self._ask("check", {"right": right}, headers)
 
     async def serve(

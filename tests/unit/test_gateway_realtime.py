@@ -33,18 +33,22 @@ KEY = "Bearer rt-good"
 
 
 class FakeLimits:
+    def __init__(self, *, with_keys: bool) -> None:
+        self.with_keys = with_keys
+
     async def check(self, right: str, headers: list[tuple[str, str]]) -> None:
-        if dict(headers).get("authorization") != KEY:
+        if self.with_keys and dict(headers).get("authorization") != KEY:
             raise UnauthorizedError("no valid key")
 
 
 class FakeTriton:
-    limits = FakeLimits()
+    def __init__(self, *, with_keys: bool) -> None:
+        self.limits = FakeLimits(with_keys=with_keys)
 
 
 class FakeRealtime(Realtime):
-    def __init__(self, abilities: Abilities, **options: Any) -> None:
-        super().__init__(FakeTriton(), abilities, ["auto", "simple"], **options)  # type: ignore[arg-type]
+    def __init__(self, abilities: Abilities, *, with_keys: bool = False, **options: Any) -> None:
+        super().__init__(FakeTriton(with_keys=with_keys), abilities, ["auto", "simple"], **options)  # type: ignore[arg-type]
         self.engines: list[FakeEngines] = []
 
     def _make_engines(self, headers: list[tuple[str, str]]) -> Engines:
@@ -100,7 +104,7 @@ class Served:
 
 
 def serve(abilities: Abilities = TEXT_ONLY, **options: Any) -> Iterator[Served]:
-    served = Served(FakeRealtime(abilities, **{"with_keys": False, **options}))
+    served = Served(FakeRealtime(abilities, **options))
     try:
         yield served
     finally:
