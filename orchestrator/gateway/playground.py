@@ -1,4 +1,4 @@
-"""The page at `/`: chat, OCR and live metrics in a browser. One file, nothing from elsewhere."""
+"""The page at `/`: chat, voice, OCR and live metrics in a browser. One file, nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Playground:
             "content-security-policy": "; ".join(
                 (
                     "default-src 'none'",
-                    f"script-src '{_hash_of(self._page, b'script')}'",
+                    f"script-src '{_hash_of(self._page, b'script')}' blob:",  # the microphone's worklet
                     f"style-src '{_hash_of(self._page, b'style')}'",
                     "style-src-attr 'none'",
                     "connect-src 'self'",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
+import numpy as np
 import pytest
-from debian import NotToBeHad, find_program
+from debian import NotToBeHad, Program, find_program
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from serving import Stack, script
+from speech import KEYS, as_file
 
 from perf.ocr_pages import draw_receipt
 
@@ -18,18 +22,33 @@ pytestmark = pytest.mark.timeout(120)  # the first one downloads the browser
 MARKUP = "<img src=x onerror=alert(1)> & <b>bold</b>"
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def find_chromium() -> Program:
     try:
-        chromium = find_program("chromium", "chromium", "usr/lib/chromium/chromium")
+        return find_program("chromium", "chromium", "usr/lib/chromium/chromium")
     except NotToBeHad as error:
         if os.environ.get("CI"):
             pytest.fail(str(error))
         pytest.skip(f"{error}\nfix: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def question(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What Chromium's microphone hears: a question, again and again."""
+    return tmp_path_factory.mktemp("microphone") / "question.wav"
+
+
+@pytest.fixture(scope="module")
+def browser(question: Path) -> Iterator[Browser]:
+    chromium = find_chromium()
+    microphone = [
+        "--use-fake-ui-for-media-stream",
+        "--use-fake-device-for-media-stream",
+        f"--use-file-for-fake-audio-capture={question}",
+    ]
     with sync_playwright() as playwright:
         # As root there is no sandbox; what is opened is ours.
         browser = playwright.chromium.launch(
-            executable_path=chromium.path, env=chromium.environment, chromium_sandbox=False
+            executable_path=chromium.path, env=chromium.environment, chromium_sandbox=False, args=microphone
         )
         yield browser
         browser.close()
@@ -119,3 +138,23 @@ def test_an_image_is_dropped(page: Page, cpu_stack: Stack) -> None:
     page.dispatch_event("#drop", "drop", {"dataTransfer": transfer})
     expect(page.locator("#read-facts")).to_contain_text("lines", timeout=30_000)
     assert page.locator("#picture polygon").count() >= 3
+
+
+def test_a_call(page: Page, question: Path, speech_stack: Stack) -> None:
+    """The browser's microphone is heard, and what is answered is played."""
+    headers = {"authorization": f"Bearer {KEYS['all']}"}
+    body = {"model": "tts", "voice": "joe", "input": "What is the capital of France?", "response_format": "pcm"}
+    spoken = httpx.post(f"{speech_stack.url}/v1/audio/speech", json=body, headers=headers, timeout=60).content
+    samples = np.frombuffer(spoken, "<i2").astype(np.float32) / 32768
+    question.write_bytes(as_file(np.concatenate([samples, np.zeros(6 * 24_000, np.float32)]), 24_000))
+    page.goto(speech_stack.url)
+    expect(page.get_by_role("button", name="Talk")).to_be_hidden()
+    page.get_by_label("Key").fill(KEYS["all"])
+    page.keyboard.press("Tab")
+    page.get_by_role("button", name="Talk").click()
+    expect(page.locator(".user").first).to_contain_text("capital of France", timeout=30_000)
+    expect(page.get_by_text("after the last word: ").first).to_contain_text("first sound", timeout=30_000)
+    expect(page.get_by_text("tier ").first).to_be_visible()
+    page.get_by_role("button", name="Hang up").click()
+    expect(page.get_by_role("button", name="Talk")).to_be_visible()
+    speech_stack.wait_until_idle()
