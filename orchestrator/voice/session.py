@@ -65,7 +65,7 @@ class _Turn:
     times: TurnTimes = field(default_factory=TurnTimes)
     next_partial: int = _PARTIAL_FRAMES
     is_partial_under_way: bool = False
-    is_paid: bool = False
+    payment: asyncio.Future[None] | None = None
     hearing: asyncio.Task[None] | None = None  # the last LISTEN
     text: str | None = None  # what it understood
     early: Response | None = None
@@ -401,9 +401,10 @@ class Session:
         return said_once((certain + "".join(segment.text for segment in segments)).strip())
 
     async def _pay(self, turn: _Turn) -> None:
-        if not turn.is_paid:
-            turn.is_paid = True
-            await self._engines.charge("stt")
+        """Once a turn, however often it is heard; raises the `ApiError` that refuses each time."""
+        if turn.payment is None:
+            turn.payment = asyncio.ensure_future(self._engines.charge("stt"))
+        await asyncio.shield(turn.payment)
 
     def _may_start_early(self, text: str, done: float) -> bool:
         detection = self._config.audio.input.turn_detection
