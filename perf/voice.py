@@ -77,7 +77,9 @@ async def _measure(
     turns: list[dict[str, float]] = []
     for begin in range(0, num_turns, _TURNS_A_SESSION):
         turns += await _take_turns(url, chosen[begin : begin + _TURNS_A_SESSION])
-        say(f"  {[round(turn['audio_ms']) for turn in turns]} ms")
+        for turn in turns[begin:]:
+            stages = ", ".join(f"{name.removesuffix('_ms')} {turn[name]:.0f}" for name in _STAGES)
+            say(f"  {turn['audio_ms']:.0f} ms; by the server: {stages}")
     say(f"{num_barge_ins} interruptions")
     stories = [await asyncio.to_thread(spoken, url, text) for text in STORIES]
     interruptions = [await asyncio.to_thread(spoken, url, text) for text in INTERRUPTIONS]

@@ -50,7 +50,8 @@ MAX_TURN_S = 55  # the model `stt` takes 60
 MIN_COMMIT_S = 0.1  # OpenAI's
 # A turn that is longer is not heard again from its beginning: what was certain stays.
 _HEARD_WHOLE_S = 10
-_PARTIAL_FRAMES = 24  # between two hearings of somebody who speaks: 0.77 s
+# Between two hearings of somebody who speaks: 1.3 s. The last hearing, which is waited for, may have to wait for one.
+_PARTIAL_FRAMES = 40
 _SILENT = 1e-3  # -60 dBFS, the peak of a frame in which the VAD need not look for speech
 
 
@@ -65,7 +66,7 @@ class _Turn:
     times: TurnTimes = field(default_factory=TurnTimes)
     next_partial: int = _PARTIAL_FRAMES
     is_partial_under_way: bool = False
-    is_paid: bool = False
+    payment: asyncio.Future[None] | None = None
     hearing: asyncio.Task[None] | None = None  # the last LISTEN
     text: str | None = None  # what it understood
     early: Response | None = None
@@ -377,22 +378,23 @@ class Session:
 
     async def _understand(self, turn: _Turn, number: int) -> None:
         """What was said so far, and whether the person is done."""
+        judging = asyncio.ensure_future(self._engines.judge(turn.audio))
         try:
             await self._pay(turn)
-            heard, done = await asyncio.gather(self._transcribe(turn), self._engines.judge(turn.audio))
+            text = await self._transcribe(turn)
+            if turn.hearing is asyncio.current_task():  # the person has not gone on since
+                turn.text, turn.times.transcript_s = text, self._clock()
+            self._start_early(turn, number, text, 0.0)  # who ends like a sentence may be done, whatever the judge says
+            done = await judging
         except ApiError as error:
+            judging.cancel()
             if turn is self._turn:
                 self.tell_error(error)
                 self._drop_turn()
             return
-        if turn.hearing is asyncio.current_task():  # the person has not gone on since
-            turn.text, turn.times.transcript_s = heard, self._clock()
-        if turn is not self._turn:
-            return
-        self._carry_out(self._taking.understand(number, heard, done))
-        if turn is self._turn and number == self._taking.number and self._may_start_early(heard, done):
-            turn.early_text = heard
-            turn.early = self._make_response(ResponseOptions(), turn.times, heard)
+        if turn is self._turn:
+            self._carry_out(self._taking.understand(number, text, done))
+            self._start_early(turn, number, text, done)
 
     async def _transcribe(self, turn: _Turn) -> str:
         audio, offset_s = _tail(turn)
@@ -401,22 +403,21 @@ class Session:
         return said_once((certain + "".join(segment.text for segment in segments)).strip())
 
     async def _pay(self, turn: _Turn) -> None:
-        if not turn.is_paid:
-            turn.is_paid = True
-            await self._engines.charge("stt")
+        """Once a turn, however often it is heard; raises the `ApiError` that refuses each time."""
+        if turn.payment is None:
+            turn.payment = asyncio.ensure_future(self._engines.charge("stt"))
+        await asyncio.shield(turn.payment)
 
-    def _may_start_early(self, text: str, done: float) -> bool:
+    def _start_early(self, turn: _Turn, number: int, text: str, done: float) -> None:
+        """An answer for a turn that may be over, if nobody has gone on since it was heard."""
+        if turn is not self._turn or number != self._taking.number:
+            return
         detection = self._config.audio.input.turn_detection
-        return (
-            detection is not None
-            and detection.create_response
-            and self._config.rt.early_start
-            and self._response is None
-            and bool(text)
-            and self._taking.policy.may_be_done(text, done)
-            and self._turn is not None
-            and self._turn.early is None
-        )
+        wants_answer = detection is not None and detection.create_response and self._config.rt.early_start
+        is_free = self._response is None and turn.early is None
+        if wants_answer and is_free and text and self._taking.policy.may_be_done(text, done):
+            turn.early_text = text
+            turn.early = self._make_response(ResponseOptions(), turn.times, text)
 
     # --- the end of a turn ---
 

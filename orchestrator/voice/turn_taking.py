@@ -51,7 +51,7 @@ class TurnPolicy:
     threshold: float = 0.5  # of the VAD
     interrupts: bool = True
     fixed_silence_ms: int | None = None
-    done_silence_ms: int = 750
+    done_silence_ms: int = 736
     unsure_silence_ms: int = 900
     unfinished_silence_ms: int = 1350
     done_above: float = 0.5
@@ -60,7 +60,7 @@ class TurnPolicy:
     # A cough is one frame. Two are 64 ms, which leaves most of 200 ms for the answer to fall silent.
     onset_frames: int = 2
     # Gaps inside of words are shorter.
-    listen_frames: int = 3
+    listen_frames: int = 2
     # During an answer: what was said is looked at each time so much was spoken ...
     hushed_listen_frames: int = 12
     # ... and this much is an interruption, whatever it is.
@@ -175,7 +175,7 @@ class TurnTaking:
         if self.is_hushed:
             return self._decide_hushed()
         required_ms = self.policy.required_silence_ms(self.text, self._done)
-        if not self.silence_frames or self.silence_frames * FRAME_MS < required_ms:
+        if self._onset or not self.silence_frames or self.silence_frames * FRAME_MS < required_ms:
             return []
         self.in_turn = False
         return [Act.END]

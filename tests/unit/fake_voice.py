@@ -92,6 +92,7 @@ class FakeEngines:
         self.offsets_s: list[float] = []
         self.stt_error: ApiError | None = None
         self.tts_error: ApiError | None = None
+        self.charge_error: ApiError | None = None
         self.refuse: Callable[[dict[str, Any]], ApiError | None] = lambda body: None
         self.asked: list[dict[str, Any]] = []
         self.spoken: list[str] = []
@@ -125,6 +126,8 @@ class FakeEngines:
 
     async def charge(self, model: Literal["stt", "tts"]) -> None:
         self.charged.append(model)
+        if self.charge_error is not None:
+            raise self.charge_error
 
 
 class Client(Counts):

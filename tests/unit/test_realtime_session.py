@@ -14,7 +14,7 @@ from fake_voice import TEXT_ONLY, Client, FakeEngines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.errors import EngineError, InvalidRequestError, RateLimitError
+from orchestrator.errors import EngineError, InvalidRequestError, NotAllowedError, RateLimitError
 from orchestrator.voice.client_events import EVENTS
 from orchestrator.voice.conversation import MAX_ITEMS, Conversation, Item
 
@@ -621,6 +621,23 @@ def test_faults_of_the_models_are_told_and_end_nothing() -> None:
         await client.speak(640)
         await client.speak(960, loud=False)
         assert (await client.wait_for("response.done", 2))["response"]["status"] == "completed"
+        await client.session.close()
+
+    run(scene())
+
+
+def test_who_may_not_be_heard_is_told_so() -> None:
+    """Whatever of his turn was to be heard first."""
+
+    async def scene() -> None:
+        engines = FakeEngines()
+        engines.charge_error = NotAllowedError("this key may not use stt")
+        engines.is_busy = False
+        client = Client(engines)
+        await client.speak(2_000)
+        await client.speak(960, loud=False)
+        assert (await client.wait_for("error"))["error"]["code"] == "not_allowed"
+        assert engines.charged == ["stt"] and engines.num_transcribed == 0 and engines.asked == []
         await client.session.close()
 
     run(scene())
