@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--only", nargs="+", choices=TECHNIQUES, default=list(TECHNIQUES), metavar="NAME", help="these alone"
     )
-    command.add_argument("--rounds", type=_count, default=5, help="of both sides, of each technique")
+    command.add_argument("--rounds", type=_count, default=3, help="of both sides, of each technique")
     command = add("cache-lookup", "the semantic cache's lookup by itself, both stores")
     command.add_argument("--pairs", type=Path, default=Path("tests/data/cache_pairs.jsonl"), metavar="FILE")
     command.add_argument("--sizes", type=_counts, default=[10, 1000, 100_000], help="numbers of entries")
