@@ -178,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--only", nargs="+", choices=TECHNIQUES, default=list(TECHNIQUES), metavar="NAME", help="these alone"
     )
-    command.add_argument("--rounds", type=_count, default=5, help="of both sides, of each technique")
+    command.add_argument("--rounds", type=_count, default=3, help="of both sides, of each technique")
     command = add("voice", "how soon a spoken question is answered aloud, and what interrupts whom")
     command.add_argument("--turns", type=_count, default=20, help="questions, one after the other")
     command.add_argument("--barge-ins", type=_count, default=12, help="interruptions")

@@ -148,7 +148,7 @@ def speculation(ground: Ground) -> Comparison:
         "acceptance": round(acceptance, 4),
         "tokens_per_step": round(statistics.mean(step_tokens), 3),
         "tokens_per_step_by_formula": round(tokens_per_step(acceptance, NUM_DRAFT_TOKENS), 3),
-        "same_text": round(statistics.mean(first == second for first, second in pairs.values()), 4),
+        "same_text": round(float(statistics.mean(first == second for first, second in pairs.values())), 4),
     }
     return Comparison("tokens/s", "higher", rounds, facts)
 
@@ -181,7 +181,7 @@ def kv_precision(ground: Ground) -> Comparison:
     facts = {
         "streams": num_streams,
         "peak_mib": {"on": peak_mib[True], "off": peak_mib[False]},
-        "same_text": round(statistics.mean(tokens == max_tokens for tokens in same), 4),
+        "same_text": round(float(statistics.mean(tokens == max_tokens for tokens in same)), 4),
         "same_tokens_p50": percentile(same, 50),
     }
     return Comparison("tokens/s", "higher", rounds, facts)

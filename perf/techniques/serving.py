@@ -9,6 +9,8 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -153,9 +155,11 @@ def compression(ground: Ground) -> Comparison:
     num_saved: list[int] = []
     num_whole: list[int] = []
     with Client(ground.stack) as client, SseConnection(ground.stack.gateway_url) as connection:
-        for talk in range(NUM_TALKS):
-            messages = hold_talk(client, random.Random(talk).sample(ground.questions, NUM_TURNS))
-            say(f"  {talk + 1} of {NUM_TALKS} conversations held")
+        questions = [random.Random(talk).sample(ground.questions, NUM_TURNS) for talk in range(NUM_TALKS)]
+        say(f"  the model holds {NUM_TALKS} conversations")
+        with ThreadPoolExecutor(NUM_TALKS) as pool:
+            talks = list(pool.map(partial(hold_talk, ground.stack), questions))
+        for talk, messages in enumerate(talks):
 
             def fresh(messages: list[dict[str, str]] = messages) -> list[dict[str, str]]:
                 return [{"role": "user", "content": f"{ground.number():06d}. {messages[0]['content']}"}, *messages[1:]]
@@ -188,12 +192,14 @@ def compression(ground: Ground) -> Comparison:
     )
 
 
-def hold_talk(client: Client, questions: Sequence[str]) -> list[dict[str, str]]:
+def hold_talk(stack: Stack, questions: Sequence[str]) -> list[dict[str, str]]:
     """A conversation of people's questions and the model's own answers, up to the last question."""
     messages = user(questions[0])
-    for question in questions[1:]:
-        _, answer = client.chat(WHOLE_TIER, messages, max_tokens=120)
-        messages += [{"role": "assistant", "content": answer["choices"][0]["message"]["content"]}, *user(question)]
+    with Client(stack) as client:
+        for question in questions[1:]:
+            _, answer = client.chat(WHOLE_TIER, messages, max_tokens=120)
+            said = answer["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": said}, *user(question)]
     return messages
 
 
