@@ -7,6 +7,7 @@ ends in a hash over the command, its inputs' hashes and the versions, so nothing
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -57,7 +58,7 @@ class Product:
     versions: Mapping[str, str]
     files: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """sha256 over everything that decides the result; the same on every machine."""
         return hashlib.sha256(json.dumps(self.origin(), sort_keys=True).encode()).hexdigest()
