@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 from build.errors import BuildError
@@ -95,6 +96,11 @@ def build_plan(trt: Any, graph: Path, wish: Wish, folder: Path, timing_cache: Pa
     """
     folder.mkdir(parents=True, exist_ok=True)
     logger = _make_logger(trt)
+    builder: Any = None
+    network: Any = None
+    config: Any = None
+    cache: Any = None
+    plan: Any = None
     try:
         builder = trt.Builder(logger)
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -109,7 +115,13 @@ def build_plan(trt: Any, graph: Path, wish: Wish, folder: Path, timing_cache: Pa
             _write_whole(timing_cache, bytes(config.get_timing_cache().serialize()))
         description = _describe(trt, network, wish, logger.lines)
         _write_whole(folder / PLAN, bytes(plan))
+    except BaseException as error:
+        clear_frames(error.__traceback__)  # they hold what the builder made
+        raise
     finally:
+        # Whatever was made by the builder goes before it, or its end waits for ever (TensorRT for RTX 1.7).
+        plan = cache = config = network = None
+        builder = None
         (folder / LOG).write_text("\n".join(f"{kind}: {text}" for kind, text in logger.lines), encoding="utf-8")
     (folder / DESCRIPTION).write_text(json.dumps(asdict(description), indent=2) + "\n", encoding="utf-8")
     return description
