@@ -31,8 +31,8 @@ from perf.voice_sounds import (
     Floats,
     speech_bounds,
     spoken,
-    stretched,
     two_cities,
+    with_equal_gaps,
     with_pauses,
     words_of,
 )
@@ -167,7 +167,7 @@ async def _pause(url: str, questions: Sequence[Question], num_wanted: int) -> tu
     samples = two_cities()
     third = len(samples) // 3
     for begin in (0, third, 2 * third):
-        sounds.append(stretched(samples[begin : begin + third], PAUSE_S))
+        sounds.append(with_equal_gaps(samples[begin : begin + third], PAUSE_S))
     for _, samples in questions:
         if sum(num for _, num in sounds) >= num_wanted:
             break

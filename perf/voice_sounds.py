@@ -60,6 +60,7 @@ TWO_CITIES = PackagedFile(
 )
 NOISE = 10 ** (-60 / 20)  # of the rooms in which it is said, RMS
 _WINDOW = SAMPLE_RATE_HZ // 100
+_BREATH_S = 0.2
 _BOUNDARY = "sound-follows"
 
 Floats = npt.NDArray[np.float32]
@@ -108,23 +109,32 @@ def with_pauses(samples: Floats, words: list[tuple[float, float]], num: int, pau
 
 
 def gaps_of(samples: Floats, least_s: float = 0.12) -> list[tuple[int, int]]:
-    """Silences inside of real speech, as samples: where a reader paused."""
-    quiet = _levels(samples) < _levels(samples).max() / 40
+    """Silences inside of real speech, as samples: where a reader paused. A breath between two is part of them."""
+    quiet = _levels(samples) < _levels(samples).max() / 20
     edges = np.flatnonzero(np.diff(np.concatenate([[0], quiet.astype(np.int8), [0]])))
-    runs = [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2) if (end - begin) * 0.01 >= least_s]
+    runs: list[tuple[int, int]] = []
+    for begin, end in edges.reshape(-1, 2).tolist():
+        if end - begin < least_s * 100:
+            continue
+        if runs and begin - runs[-1][1] < _BREATH_S * 100:
+            begin = runs.pop()[0]
+        runs.append((begin, end))
     return [(begin * _WINDOW, end * _WINDOW) for begin, end in runs if begin > 50 and end < len(quiet) - 50]
 
 
-def stretched(samples: Floats, pause_s: float) -> tuple[Floats, int]:
-    """Each gap of real speech made `pause_s` long."""
-    parts, at, num = [], 0, 0
-    for begin, end in gaps_of(samples):
+def with_equal_gaps(samples: Floats, pause_s: float) -> tuple[Floats, int]:
+    """Each gap of real speech made `pause_s` long; also returns how many there are."""
+    parts, at, gaps = [], 0, gaps_of(samples)
+    for begin, end in gaps:
         missing = int(pause_s * SAMPLE_RATE_HZ) - (end - begin)
         middle = (begin + end) // 2
         if missing > 0:
             parts += [samples[at:middle], np.tile(samples[begin:end], missing // (end - begin) + 1)[:missing]]
-            at, num = middle, num + 1
-    return np.concatenate([*parts, samples[at:]]), num
+            at = middle
+        else:
+            parts.append(samples[at : middle + missing // 2])
+            at = middle - missing // 2
+    return np.concatenate([*parts, samples[at:]]), len(gaps)
 
 
 def two_cities() -> Floats:

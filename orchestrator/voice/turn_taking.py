@@ -21,6 +21,8 @@ from orchestrator.voice.backchannels import ends_like_a_sentence, hangs, is_back
 FRAME_MS = FRAME_SAMPLES * 1000 // SAMPLE_RATE_HZ  # 32
 # Silero's own example ends speech this far below where it begins it (silero_vad/utils_vad.py, `neg_threshold`).
 _HYSTERESIS = 0.15
+# The VAD needs a frame or two to be sure that somebody speaks: with so much his silence is not over, but may be.
+_BEGINNING = 0.1
 
 Answering = Literal["no", "yes", "ending"]  # "ending": of the answer so little is left that nothing is to be resumed
 
@@ -95,6 +97,7 @@ class TurnTaking:
         self.text: str | None = None  # what was last understood of the turn, if the person has not gone on since
         self._done = 0.0
         self._onset = 0  # frames of speech in a row
+        self._may_begin = False  # speech, in the last frame
         self._voiced = 0  # frames of speech in the turn
         self._next_hushed_listen = 0
 
@@ -106,6 +109,7 @@ class TurnTaking:
         """One frame, in which somebody speaks with `probability`."""
         self.num_frames += 1
         speaks = probability >= self.policy.threshold
+        self._may_begin = probability >= _BEGINNING
         self._onset = self._onset + 1 if speaks else 0
         if not self.in_turn:
             return self._begin(answering) if self._onset >= self.policy.onset_frames else []
@@ -175,7 +179,7 @@ class TurnTaking:
         if self.is_hushed:
             return self._decide_hushed()
         required_ms = self.policy.required_silence_ms(self.text, self._done)
-        if self._onset or not self.silence_frames or self.silence_frames * FRAME_MS < required_ms:
+        if not self.silence_frames or self.silence_frames * FRAME_MS < required_ms or self._may_begin:
             return []
         self.in_turn = False
         return [Act.END]

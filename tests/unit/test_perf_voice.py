@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from perf.voice import describe, word_errors
-from perf.voice_sounds import gaps_of, in_a_room, speech_bounds, stretched, with_pauses
+from perf.voice_sounds import gaps_of, in_a_room, speech_bounds, with_equal_gaps, with_pauses
 
 RATE = 16_000
 
@@ -36,10 +36,11 @@ def test_pauses_are_put_between_words() -> None:
     assert with_pauses(samples, words[:2], 2, 0.7)[1] == 0
 
 
-def test_a_readers_pauses_are_made_longer() -> None:
+def test_a_readers_pauses_are_made_equal() -> None:
     samples = speech(1.0, 0.3, 1.0, 0.02, 1.0, 0.9, 1.0)
-    longer, num = stretched(samples, 0.7)
-    assert num == 1 and len(longer) - len(samples) == pytest.approx(0.4 * RATE, abs=400)
+    equal, num = with_equal_gaps(samples, 0.7)
+    assert num == 2
+    assert [end - begin for begin, end in gaps_of(equal)] == pytest.approx([0.7 * RATE] * 2, abs=400)
 
 
 def test_word_errors() -> None:
