@@ -133,7 +133,7 @@ def test_grpc_example(at_stack: Callable[[str], str], cpu_stack: Stack) -> None:
     command = at_stack(find("grpc_stream") + " --url 127.0.0.1:9001")
     *_, last = run(command).splitlines()
     facts = json.loads(last)
-    assert facts["model"] == "llm_small" and facts["reason"]
+    assert facts["model"] == "llm_small" and (facts["cache"] != "miss" or facts["reason"])
 
 
 def test_chat(at_stack: Callable[[str], str]) -> None:
