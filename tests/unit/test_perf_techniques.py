@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 from orchestrator.engines.scripted import ScriptedStepper, Settings
 from perf.__main__ import main
 from perf.errors import PerfError
-from perf.techniques import TECHNIQUES, techniques
+from perf.techniques import TECHNIQUES, serving, techniques
 from perf.techniques.comparison import (
     Comparison,
     acceptance_of,
@@ -28,7 +29,8 @@ from perf.techniques.comparison import (
 )
 from perf.techniques.engine import decoded_by_step, in_batches
 from perf.techniques.engine_worker import run
-from perf.techniques.ground import Ground
+from perf.techniques.ground import COMPRESSED_TIER, Ground
+from perf.techniques.serving import NUM_TURNS
 
 
 @pytest.mark.parametrize(("better", "ratio"), [("higher", 0.25), ("lower", 4.0)])
@@ -172,3 +174,43 @@ def test_an_unknown_technique_is_refused_with_the_known_ones(capsys: pytest.Capt
         main(["techniques", "--only", "magic"])
     error = capsys.readouterr().err
     assert all(name in error for name in TECHNIQUES)
+
+
+# --- what is asked ---------------------------------------------------------------------------------------------
+
+
+def test_compression_asks_the_same_of_both_tiers_and_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a server that is none: each answer is a word, the compressed tier saves a third and is twice as fast."""
+    asked: list[tuple[str, str]] = []
+
+    class FakeClient:
+        def __init__(self, *_: object) -> None: ...
+
+        def __enter__(self) -> FakeClient:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def chat(self, model: str, messages: list[dict[str, str]], **_: Any) -> tuple[float, dict[str, Any]]:
+            saved = {"prompt_tokens_saved": 100} if model == COMPRESSED_TIER else {}
+            return 1.0, {"choices": [{"message": {"content": "word"}}], "rt": {"input_tokens": 300, **saved}}
+
+    class FakeConnection(FakeClient):
+        def ask(self, body: bytes) -> Any:
+            request = json.loads(body)
+            assert request["messages"][0]["content"][:6].isdecimal() and len(request["messages"]) == 2 * NUM_TURNS - 1
+            asked.append((request["model"], request["messages"][0]["content"]))
+            return SimpleNamespace(ttft_ms=10.0 if request["model"] == COMPRESSED_TIER else 20.0)
+
+    monkeypatch.setattr(serving, "Client", FakeClient)
+    monkeypatch.setattr(serving, "SseConnection", FakeConnection)
+    with Ground(tmp_path, 1) as ground:
+        ground.stack = SimpleNamespace(gateway_url="")  # type: ignore[assignment]
+        described = serving.compression(ground).describe()
+    assert (described["on"], described["off"], described["ratio"]) == (10, 20, 2)
+    assert (described["tokens_saved"], described["share_saved"]) == (100, 0.3333)
+    assert described["with_cached_prefix"] == {"on": 10, "off": 20, "ratio": 2}
+    assert len(asked) == 4 * serving.NUM_TALKS and len(set(asked)) == 2 * serving.NUM_TALKS
+    assert len({text for _, text in asked}) == 2 * serving.NUM_TALKS  # no tier finds the other's prompt cached
