@@ -277,15 +277,12 @@ def test_every_value_that_is_allowed_runs(scripted_stack: Stack, fields: dict[st
 def test_six_staggered_streams_have_their_first_tokens_alike(scripted_stack: Stack) -> None:
     def start(index: int) -> float:
         time.sleep(0.2 * index)
-        return scripted_stack.stream(messages=script(text="x " * 150, itl_ms=10)).came_s[0]
+        # A tier by its name: the classifier takes longer than all the rest, and is another test's matter.
+        return scripted_stack.stream(model="simple", messages=script(text="x " * 150, itl_ms=10)).came_s[0]
 
-    def measure() -> list[float]:
-        with ThreadPoolExecutor(6) as pool:
-            return list(pool.map(start, range(6)))
-
-    # A wait for the others is there each time, another program's turn is not.
-    rounds = [measure() for _ in range(3)]
-    assert any(first_s[-1] < max(1.5 * first_s[0], 0.1) for first_s in rounds), rounds
+    with ThreadPoolExecutor(6) as pool:
+        first_s = list(pool.map(start, range(6)))
+    assert first_s[-1] < max(1.5 * first_s[0], 0.1), first_s
 
 
 def test_64_streams_at_once_each_with_its_own_text(scripted_stack: Stack) -> None:
