@@ -17,7 +17,7 @@ from speech import KEYS, as_file
 
 from perf.ocr_pages import draw_receipt
 
-pytestmark = pytest.mark.timeout(120)  # the first one downloads the browser
+pytestmark = pytest.mark.timeout(400)  # the first one downloads the browser, 115 MB
 
 MARKUP = "<img src=x onerror=alert(1)> & <b>bold</b>"
 
