@@ -15,6 +15,7 @@ from orchestrator.errors import (
     CloudError,
     CloudTimeoutError,
     EngineError,
+    EngineStopError,
     EngineTimeoutError,
     InternalError,
     OverloadedError,
@@ -139,6 +140,8 @@ def judge(error: ApiError) -> Verdict:
     """What an error says of who made it: nothing, if the caller is to blame, left, or came too late or too often."""
     if isinstance(error, (EngineTimeoutError, CloudTimeoutError)):
         return "hang"
+    if isinstance(error, EngineStopError):
+        return "unstopped"
     if isinstance(error, CloudError):
         return "failure"
     if isinstance(error, EngineError) and not _REFUSAL.match(error.message):

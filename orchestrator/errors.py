@@ -16,7 +16,8 @@
     ├── TierUnavailableError     503  the operator: an engine or API failed too often, and is left alone for a while
     ├── CancelledError           499  nobody: the caller left
     ├── EngineError              502  the operator: the engine failed or answered nonsense
-    │   └── EngineTimeoutError        it was silent for too long
+    │   ├── EngineTimeoutError        it was silent for too long
+    │   └── EngineStopError           it did not end what it was told to
     ├── CloudError               502  the operator: the API behind a cloud tier failed or answered nonsense
     │   ├── CloudRefusalError         it does not take what we send: address, key or model are wrong
     │   └── CloudTimeoutError         it was silent for too long
@@ -163,6 +164,10 @@ class EngineError(ApiError):
 
 
 class EngineTimeoutError(EngineError):
+    pass
+
+
+class EngineStopError(EngineError):
     pass
 
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from orchestrator.config import FIRST_TOKEN_TIMEOUT_S, TOKEN_TIMEOUT_S, Tier
 from orchestrator.engines import Chunk, EngineRequest
-from orchestrator.errors import EngineError, EngineTimeoutError
+from orchestrator.errors import EngineStopError, EngineTimeoutError
 from orchestrator.generation import EngineClient
 from orchestrator.routing.breaker import Passage
 
@@ -20,7 +20,7 @@ PROBE_TIMEOUT_S = 5.0
 
 
 class TimedEngines:
-    """An `EngineClient` for one attempt on a tier; its silence raises `EngineTimeoutError`.
+    """An `EngineClient` for one attempt on a tier; its silence raises `EngineTimeoutError`, or `EngineStopError`.
 
     There is one timer a stream, moved when it fires and not at each token.
     """
@@ -50,12 +50,13 @@ class TimedEngines:
                         is_left = True
                         watch.allow_to_stop()
                         raise
+            passage.show_life()
         except asyncio.CancelledError:
             if not watch.has_fired:
                 raise
             watch.undo()
             if not is_left:  # else its reader has what it wanted
-                error = EngineError if watch.is_stopping else EngineTimeoutError
+                error = EngineStopError if watch.is_stopping else EngineTimeoutError
                 raise error(f"tier {self._tier.name!r}: {watch.text}") from None
         finally:
             watch.close()

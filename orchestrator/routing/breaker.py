@@ -5,7 +5,9 @@
        └──────── the probe's first token ───────┼─────────────────────────────┤
                                                 └── it failed: twice as long ─┘
 
-What callers do wrong, or end, says nothing about an engine. Nor does what was sent to it before it opened.
+What callers do wrong, or end, says nothing about an engine. Nor does what was sent to it before it opened. An engine that
+does not let go of what a caller has left is slow, or hangs: that is a failure if it was silent for everybody since, and
+one failure however many left at once.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from collections.abc import Callable
 from typing import Literal
 
 State = Literal["closed", "half_open", "open"]
-# How a request ended for the engine: "hang" is a failure by silence, "neutral" says nothing.
-Verdict = Literal["success", "failure", "hang", "neutral"]
+# How a request ended for the engine: "hang" is a failure by silence, "unstopped" its silence when told to stop, "neutral"
+# says nothing.
+Verdict = Literal["success", "failure", "hang", "unstopped", "neutral"]
 
 MAX_OPEN_S = 60.0
 
@@ -30,7 +33,7 @@ class Breaker:
         self._first_open_s = open_s
         self._clock = clock
         self._num_failures = 0  # in a row
-        self._heard_s = -math.inf
+        self._heard_s = self._failed_s = -math.inf
         self._open_s = open_s
         self._opened_s: float | None = None  # None: closed
         self._probe: Passage | None = None
@@ -66,7 +69,13 @@ class Breaker:
             self._probe = self._opened_s = None
             self._num_failures, self._open_s = 0, self._first_open_s
 
+    def _show_life(self) -> None:
+        self._heard_s = self._clock()
+
     def _end(self, passage: Passage, verdict: Verdict) -> None:
+        is_silent = self._heard_s <= passage.heard_s  # nothing came for anybody meanwhile
+        if verdict == "unstopped" and not (is_silent and passage.heard_s >= self._failed_s):
+            verdict = "neutral"
         if verdict == "success":
             self._hear(passage)
             self._num_failures = 0
@@ -77,15 +86,15 @@ class Breaker:
                 self._opened_s = self._clock()
         elif verdict != "neutral" and self._opened_s is None:
             self._num_failures += 1
-            # Meanwhile nothing came for anybody: it is not slow, it hangs.
-            hangs = verdict == "hang" and self._heard_s <= passage.heard_s
+            self._failed_s = self._clock()
+            hangs = verdict == "hang" and is_silent  # it is not slow
             if hangs or self._num_failures >= self._failures_to_open:
                 self._num_failures = 0
                 self._opened_s = self._clock()
 
 
 class Passage:
-    """One request at an engine. `hear` when something comes; `end` it once."""
+    """One request at an engine. `hear` when a token comes; `end` it once."""
 
     __slots__ = ("_breaker", "heard_s", "is_probe")
 
@@ -97,6 +106,10 @@ class Passage:
     def hear(self) -> None:
         """A token came."""
         self._breaker._hear(self)
+
+    def show_life(self) -> None:
+        """The engine ended the request, though perhaps without a token."""
+        self._breaker._show_life()
 
     def end(self, verdict: Verdict) -> None:
         self._breaker._end(self, verdict)

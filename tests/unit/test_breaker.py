@@ -54,6 +54,43 @@ def test_what_callers_do_opens_nothing(bench: Bench) -> None:  # R09
     assert bench.breaker.state == "open"
 
 
+def leave(bench: Bench, num: int) -> None:
+    """So many leave at once, and the engine lets go of none in time."""
+    passages = [bench.enter() for _ in range(num)]
+    for passage in passages:
+        bench.wait(2)
+        passage.end("unstopped")
+
+
+def test_many_who_leave_a_slow_engine_open_nothing(bench: Bench) -> None:
+    for _ in range(10):
+        first, *others = [bench.enter() for _ in range(12)]
+        bench.wait(2)
+        first.show_life()  # it let go of one
+        first.end("neutral")
+        for passage in others:
+            passage.end("unstopped")
+        assert bench.breaker.state == "closed"
+
+
+def test_others_hear_tokens_while_one_is_not_let_go(bench: Bench) -> None:
+    staying = bench.enter()
+    for _ in range(10):
+        passage = bench.enter()
+        bench.wait(2)
+        staying.hear()
+        passage.end("unstopped")
+    assert bench.breaker.state == "closed"
+
+
+def test_an_engine_that_lets_nobody_go_and_says_nothing_hangs(bench: Bench) -> None:
+    leave(bench, 12)
+    leave(bench, 12)
+    assert bench.breaker.state == "closed"  # two failures, however many there were each time
+    leave(bench, 1)
+    assert bench.breaker.state == "open"
+
+
 def test_streams_that_begin_and_die_are_failures(bench: Bench) -> None:
     for _ in range(3):
         passage = bench.enter()

@@ -585,7 +585,9 @@ def test_who_leaves_a_hung_engine_does_not_wait_for_it(make_world: MakeWorld, mo
         assert isinstance(sink.error, DeadlineError)
         assert time.monotonic() - started_s < 1
         # It does not let go, which is its own failure: deadlines shorter than its timeout do not hide it for ever.
-        await asyncio.gather(*(world.ask("easy", **{"x-deadline-ms": "100"}) for _ in range(2)))
+        await asyncio.gather(*(world.ask("easy", **{"x-deadline-ms": "100"}) for _ in range(12)))
+        assert world.dispatch.breaker_states()["small"] == "closed"
+        await world.ask("easy", **{"x-deadline-ms": "100"})
         assert world.dispatch.breaker_states()["small"] == "open"
         assert rt(await world.ask("easy", **{"x-deadline-ms": "1000"}))["tier"] == "expert"
 
