@@ -5,9 +5,9 @@
        └──────── the probe's first token ───────┼─────────────────────────────┤
                                                 └── it failed: twice as long ─┘
 
-What callers do wrong, or end, says nothing about an engine. Nor does what was sent to it before it opened. An engine that
-does not let go of what a caller has left is slow, or hangs: that is a failure if it was silent for everybody since, and
-one failure however many left at once.
+What callers do wrong, or end, says nothing about an engine. Nor does what was sent to it before it opened. An engine
+that does not let go of what a caller has left is slow, or hangs: that is a failure if it was silent for everybody
+since, and one failure however many left at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Literal
 
 State = Literal["closed", "half_open", "open"]
-# How a request ended for the engine: "hang" is a failure by silence, "unstopped" its silence when told to stop, "neutral"
+# How a request ended for the engine: "hang" is a failure by silence, "unstopped" silence when told to stop, "neutral"
 # says nothing.
 Verdict = Literal["success", "failure", "hang", "unstopped", "neutral"]
 
