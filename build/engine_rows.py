@@ -165,11 +165,16 @@ class EncoderParameters(Row):
 
 
 class ComplexityParameters(Row):
-    """Engine `complexity`: the classifier's graph in ONNX Runtime; `num_threads` is how many compute one batch."""
+    """Engine `complexity`: the classifier's graph in ONNX Runtime; `num_threads` is how many compute one batch.
+
+    With `precision` "int8" its matrices are, one scale a column, and what they are multiplied with is quantised as it
+    comes. On a CPU a short text takes as long as its weights take to be read.
+    """
 
     engine: Literal["complexity"]
     runtime: Literal["onnxruntime"]
     num_threads: Count
+    precision: Literal["fp32", "int8"]
 
 
 class OcrNetworkParameters(Row):

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from build import plan_commands, trtllm
 from build.bert_onnx import write_bert_onnx
 from build.checkpoint_tokenizer import copy_tokenizer
-from build.complexity_onnx import write_complexity_onnx
+from build.complexity_onnx import quantize, write_complexity_onnx
 from build.e5_file import read_e5
-from build.engine_rows import AdapterRow, AnyParameters, PlanParameters, TensorRTLLMParameters
+from build.engine_rows import AdapterRow, AnyParameters, ComplexityParameters, PlanParameters, TensorRTLLMParameters
 from build.fetch import cached_path, fetch
 from build.gpu_rows import Container, Gpu
 from build.lora import write_lora
@@ -152,7 +152,11 @@ def convert_pieces(job: Job) -> None:
 def export_classifier(job: Job) -> None:
     """`model.onnx`: the classifier's graph, adapter, pooling, head and softmax inside."""
     file = read_e5(fetch(job.classifier.weights, job.cache))
-    write_complexity_onnx(file, read_adapter(), job.classifier, job.folder / "model.onnx")
+    path = job.folder / "model.onnx"
+    write_complexity_onnx(file, read_adapter(), job.classifier, path)
+    parameters = job.settings.parameters
+    if isinstance(parameters, ComplexityParameters) and parameters.precision == "int8":
+        quantize(path)
 
 
 def change_detector(job: Job) -> None:
@@ -285,7 +289,9 @@ RECIPES: dict[str, Recipe] = {
     # It answers through a real tokenizer, so that everything around an engine is exercised.
     "scripted": Recipe(steps=(FETCH, TOKENIZER), tools=("gguf", "tokenizers")),
     "wordpiece": Recipe(steps=(FETCH, WORD_PIECES), tools=("tokenizers",)),
-    "complexity": Recipe(steps=(FETCH, PIECES, CLASSIFIER), tools=("numpy", "onnx", "safetensors", "tokenizers")),
+    "complexity": Recipe(
+        steps=(FETCH, PIECES, CLASSIFIER), tools=("numpy", "onnx", "onnxruntime", "safetensors", "tokenizers")
+    ),
     "encoder": Recipe(steps=(FETCH, ONNX), tools=("numpy", "onnx", "safetensors")),
     "ocr_detector": Recipe(steps=(FETCH, Step("change graph", change_detector)), tools=("onnx",)),
     "ocr_recognizer": Recipe(steps=(FETCH, Step("change graph", change_recognizer)), tools=("onnx",)),

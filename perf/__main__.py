@@ -13,6 +13,7 @@ from perf.cache_quality import cache_quality
 from perf.cache_speed import cache_speed
 from perf.cancel import cancel
 from perf.errors import PerfError
+from perf.figures import figures
 from perf.litellm import litellm
 from perf.overhead import overhead
 from perf.quality_drift import quality_drift
@@ -31,6 +32,9 @@ from perf.token_path import token_path
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a measurement; returns the exit code: 0, 1 for an error, 130 when interrupted."""
     options = _parser().parse_args(arguments)
+    if options.command == "figures":
+        print(figures(write=options.write), end="")
+        return 0
     try:
         if options.command == "overhead":
             table, result = overhead(
@@ -189,6 +193,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--sizes", type=_counts, default=[10, 1000, 100_000], help="numbers of entries")
     command.add_argument("--operations", type=_count, default=300, help="of each kind")
     command.add_argument("--stores", nargs="+", choices=("memory", "redis"), default=["memory", "redis"])
+    command = commands.add_parser("figures", help="README's table, out of perf/results/")
+    command.add_argument("--write", action="store_true", help="put it into README")
     return parser
 
 

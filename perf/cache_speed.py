@@ -42,6 +42,7 @@ QUESTIONS = (
 )
 _WARM_UP = 20
 _FILLERS = 16  # clients that fill
+_MAX_OTHERS = 0.02
 
 
 def cache_speed(entries: Sequence[int], clients: Sequence[int], num_requests: int) -> tuple[str, dict[str, Any]]:
@@ -122,8 +123,13 @@ def _fill(stack: Stack, questions: Sequence[str]) -> int:
 def _measure(
     stack: Stack, num_clients: int, num_requests: int, numbers: itertools.count[int]
 ) -> dict[str, list[float]]:
-    """Times in ms by what the cache had, `num_requests` of each kind over all clients."""
+    """Times in ms by what the cache had, `num_requests` of each kind over all clients.
+
+    A hit whose vector comes too late on a busy machine is a miss, and is left out. Raises `PerfError` where there are
+    more than a few.
+    """
     times: dict[str, list[float]] = {"exact": [], "semantic": [], "miss": [], "bypass": []}
+    others: dict[str, int] = {}
 
     def run(kinds: Sequence[str], number: int) -> None:
         client = _Client(stack.gateway_url)
@@ -135,14 +141,16 @@ def _measure(
                     question = _fresh(next(numbers))
                 took_ms, got = client.ask(question, "no-store" if kind == "bypass" else "")
                 if got != kind:
-                    raise PerfError(f"{question!r}: rt.cache is {got!r}, not {kind!r}")
-                if index >= 0:
+                    others[kind] = others.get(kind, 0) + 1
+                elif index >= 0:
                     times[kind].append(took_ms)
 
     for kinds in (("exact",), ("semantic",), ("miss", "bypass")):
         with ThreadPoolExecutor(num_clients) as pool:
             for done in [pool.submit(run, kinds, number) for number in range(num_clients)]:
                 done.result()
+    if max(others.values(), default=0) > _MAX_OTHERS * num_requests:
+        raise PerfError(f"rt.cache was not what was expected in {others} of {num_requests} requests of each kind")
     return times
 
 

@@ -25,6 +25,7 @@ from perf.errors import PerfError
 from perf.overhead import measure
 from perf.prompts import script
 from perf.report import format_table, say
+from perf.sse import MODEL
 from perf.stack import find_artifact, running_stack
 from perf.stats import percentile, summarize
 
@@ -88,9 +89,9 @@ def running_proxy(program: Path, gateway_url: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="perf-") as folder:
         port = settle(Ports(0, 0, 0, 0), LOOPBACK).gateway
         config = Path(folder, "config.yaml")
-        to = {"model": "openai/auto", "api_base": f"{gateway_url}/v1", "api_key": "none"}
+        to = {"model": f"openai/{MODEL}", "api_base": f"{gateway_url}/v1", "api_key": "none"}
         settings = {
-            "model_list": [{"model_name": "auto", "litellm_params": to}],
+            "model_list": [{"model_name": MODEL, "litellm_params": to}],
             # No key, as ours has none here: on loopback, for as long as it is measured.
             "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
         }

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from perf.errors import PerfError
 
 TIMEOUT_S = 60.0
+MODEL = "simple"  # what choosing a tier adds is measured by itself
 _RECEIVE_BYTES = 1 << 16
 _OK = b"HTTP/1.1 200"
 # How the server writes a delta's text. Text cannot imitate it: inside a JSON string the quotes are escaped.
@@ -42,7 +43,7 @@ class Answer(NamedTuple):
 def chat_body(prompt: str, max_tokens: int) -> bytes:
     """A request for exactly `max_tokens` tokens of the cheapest tier, greedy, streamed, with usage."""
     request = {
-        "model": "simple",  # what choosing one adds is measured by itself
+        "model": MODEL,
         "messages": [{"role": "user", "content": prompt}],
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -21,8 +21,12 @@ class Encoder:
     def encode(
         self, input_ids: npt.NDArray[np.int32], attention_mask: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.float32]:
-        """[batch, length] twice -> the output, FP32 [batch, *dims]: embeddings of length 1, or probabilities."""
-        feeds = {EMBEDDING_INPUT_IDS.name: input_ids, ATTENTION_MASK.name: attention_mask}
+        """[batch, length] twice -> the output, FP32 [batch, *dims]: embeddings of length 1, or probabilities.
+
+        Padding that all rows have at their end is left out: it would cost as much as tokens do.
+        """
+        length = int(attention_mask.any(axis=0).nonzero()[0].max(initial=0)) + 1
+        feeds = {EMBEDDING_INPUT_IDS.name: input_ids[:, :length], ATTENTION_MASK.name: attention_mask[:, :length]}
         (rows,) = self._session.run([self._output.name], feeds)
         found: npt.NDArray[np.float32] = rows
         return found

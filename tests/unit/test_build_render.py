@@ -142,7 +142,12 @@ def test_the_classifier_is_rendered_like_the_encoder(target: str) -> None:
     assert config.dynamic_batching.max_queue_delay_microseconds == 0
     parameters = {key: value.string_value for key, value in config.parameters.items()}
     del parameters["runtime"]
-    assert parameters == {"engine": "complexity", "num_threads": "1", "max_input_tokens": "256"}
+    assert parameters == {
+        "engine": "complexity",
+        "num_threads": "1",
+        "max_input_tokens": "256",
+        "precision": "int8",
+    }
 
 
 def test_settings_are_merged() -> None:

@@ -10,8 +10,8 @@ import onnxruntime
 import pytest
 from bert_reference import encode
 
-from build.bert_onnx import Weights
-from build.complexity_onnx import make_complexity_onnx
+from build.bert_onnx import Weights, write_graph
+from build.complexity_onnx import make_complexity_onnx, quantize
 from build.e5_file import WordBlocks
 from build.errors import BuildError
 from build.model_rows import BertArchitecture
@@ -103,6 +103,29 @@ def test_the_graph_is_the_classifier(seed: int, is_unpacked: bool) -> None:
     assert found.dtype == np.float32 and found.shape == (4, 4)
     for row, ids in enumerate(conversations):
         np.testing.assert_allclose(found[row], expected(weights, adapter, words, ids), atol=2e-5)
+
+
+def test_in_int8_it_judges_nearly_the_same(tmp_path: Path) -> None:
+    randomness = np.random.default_rng(3)
+    weights, adapter = random_encoder(randomness), random_adapter(randomness)
+    words = WordBlocks(
+        randomness.integers(0, 256, (30, 1, 16)).astype(np.uint8),
+        randomness.normal(0, 0.1, (30, 1)).astype(np.float16),
+    )
+    path = tmp_path / "model.onnx"
+    write_graph(make_complexity_onnx(words, merge(weights, adapter), NUMBERS, adapter.temperature), path)
+    ids = np.array([randomness.permutation(30)[:12] for _ in range(20)], np.int32)
+
+    def judge() -> np.ndarray:
+        session = onnxruntime.InferenceSession(path)
+        return np.asarray(session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})[0])
+
+    exact, size = judge(), path.stat().st_size
+    quantize(path)
+    found = judge()
+    assert path.stat().st_size < size
+    np.testing.assert_allclose(found.sum(axis=1), 1, atol=1e-5)
+    assert 0 < np.abs(found - exact).mean() < 0.02
 
 
 def test_an_adapter_of_another_encoder_is_refused() -> None:

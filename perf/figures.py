@@ -1,0 +1,189 @@
+"""`python -m perf figures`: README's tables of what was measured, out of `perf/results/`.
+
+`--write` puts them into README, between the marks; a test holds README against them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "perf" / "results"
+_MARKED = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- /figures -->)", re.DOTALL)
+
+Result = Mapping[str, Any]
+
+
+class Figure(NamedTuple):
+    """One line: `bar` is what `value` is held against, `sign` says how; without one it is for information."""
+
+    what: str
+    text: str
+    value: float = 0
+    sign: str = ""
+    bar: float = 0
+    unit: str = ""
+
+    def row(self) -> str:
+        is_met = {"": True, "≤": self.value <= self.bar, "≥": self.value >= self.bar}[self.sign]
+        bar = f"{self.sign} {self.bar:g}{self.unit}" if self.sign else ""
+        return f"| {self.what} | {self.text}{'' if is_met else ': missed'} | {bar} |"
+
+
+def _overhead(result: Result) -> list[Figure]:
+    real, scripted, added = result["real"], result["scripted"], result["added_ttft_ms"]
+
+    def difference(side: Result, at: str) -> str:
+        return f"{side['gateway'][at]:.1f} − {side['engine'][at]:.1f} = {side['added_ttft_ms'][at]:.1f} ms"
+
+    return [
+        Figure(
+            "first token through the gateway − of the engine model by gRPC, p50, real engine, "
+            f"{real['gateway']['num']} requests",
+            f"{difference(real, 'p50')} (median of the pairs {real['added_ttft_ms']['p50_of_pairs']:.1f})",
+            added["p50"],
+            "≤",
+            4,
+            " ms",
+        ),
+        Figure(
+            f"the same, p99, scripted engine at {result['scripted']['first_token_ms']:.0f} ms, "
+            f"{scripted['gateway']['num']} requests",
+            f"{difference(scripted, 'p99')} (p50 {scripted['added_ttft_ms']['p50']:.1f})",
+            added["p99"],
+            "≤",
+            10,
+            " ms",
+        ),
+    ]
+
+
+def _litellm(result: Result) -> list[Figure]:
+    ours, theirs, share = result["added_ttft_ms"]["ours"], result["added_ttft_ms"]["litellm"], result["share"]
+    parts = [f"{ours[at]:.1f} ÷ {theirs[at]:.1f} = {share[at]:.2f}" for at in ("p50", "p99")]
+    what = f"what we add ÷ what LiteLLM's proxy adds, p50 and p99, scripted engine, {result['gateway']['num']} requests"
+    return [Figure(what, ", ".join(parts), max(share.values()), "≤", 0.33)]
+
+
+def _streams(result: Result) -> list[Figure]:
+    at_16 = result["streams"]["16"]
+    rates = f"{at_16['sse_tokens_per_s']:.0f} ÷ {at_16['bare_tokens_per_s']:.0f}"
+    others = ", ".join(f"{ratio:.2f} at {num}" for num, ratio in result["ratio"].items() if num != "16")
+    return [
+        Figure(
+            "tokens/s out of SSE ÷ the bare engine library, 16 streams, median of the rounds",
+            f"{result['ratio']['16']:.2f} ({rates}; {others})",
+            result["ratio"]["16"],
+            "≥",
+            0.9,
+        ),
+        Figure(
+            "tokens per event, 16 streams",
+            f"{result['tokens_per_event']['16']:.2f}",
+            result["tokens_per_event"]["16"],
+            "≤",
+            2,
+        ),
+    ]
+
+
+def _token_path(result: Result) -> list[Figure]:
+    paced, full = result["paced"]["16"], result["full_speed"]["16"]
+    return [
+        Figure(
+            "processor time of a token on its way, all processes together, 16 streams",
+            f"{paced['us_per_token']['all']:.0f} µs paced at 25 tokens/s, "
+            f"{full['us_per_token']['all']:.0f} µs at full speed ({full['tokens_per_s']:,.0f} tokens/s)",
+        )
+    ]
+
+
+def _stagger(result: Result) -> list[Figure]:
+    what = "first token of the last of six streams started 200 ms apart ÷ of the first, medians of 9 rounds"
+    return [Figure(what, f"{result['ratio']:.2f}", result["ratio"], "≤", 1.5)]
+
+
+def _cancel(result: Result) -> list[Figure]:
+    after_ms, steps = result["after_leave_ms"], result["steps_after_leave"]["max"]
+    return [
+        Figure(
+            f"after a client leaves: until the engine let go, {after_ms['num']} clients, p99",
+            f"{after_ms['p99']:.0f} ms",
+            after_ms["p99"],
+            "≤",
+            150,
+            " ms",
+        ),
+        Figure("the same: decode steps begun after the orchestrator saw it, most", str(steps), steps, "≤", 1),
+    ]
+
+
+def _cache_speed(result: Result) -> list[Figure]:
+    where = f"{result['entries']:,} entries, one client, scripted engine, p50"
+
+    def line(what: str, value: float, bar: float) -> Figure:
+        return Figure(what, f"{value:.1f} ms", value, "≤", bar, " ms")
+
+    return [
+        line(f"an exact hit of the cache over HTTP, {where}", result["exact_ms"]["p50"], 3),
+        line("a semantic hit, embedding included", result["semantic_ms"]["p50"], 10),
+        line("a miss − the same without the cache", result["miss_added_ms"], 8),
+    ]
+
+
+def _routing(result: Result) -> list[Figure]:
+    added, ratio = result["routing_added_ms"]["p50"], result["hung_ratio_p99"]
+    return [
+        Figure("what choosing a tier adds to a miss of the cache, p50", f"{added:.1f} ms", added, "≤", 1, " ms"),
+        Figure("p99 of one tier while another's engine hangs ÷ while it answers", f"{ratio:.2f}", ratio, "≤", 1.2),
+    ]
+
+
+# By the name of the file, in README's order.
+FIGURES: dict[str, Callable[[Result], list[Figure]]] = {
+    "overhead": _overhead,
+    "litellm": _litellm,
+    "streams": _streams,
+    "token-path": _token_path,
+    "stagger": _stagger,
+    "cancel": _cancel,
+    "cache-speed": _cache_speed,
+    "routing": _routing,
+}
+
+
+def load(name: str) -> Result:
+    """A result of `perf/results/`."""
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def table() -> str:
+    """The table, in Markdown."""
+    lines = ["| what | measured | bar |", "| --- | --- | --- |"]
+    for name, read in FIGURES.items():
+        lines += [figure.row() for figure in read(load(name))]
+    return "\n".join(lines) + "\n"
+
+
+def figures(*, write: bool) -> str:
+    """The table; `write` also puts it into README. Raises `ValueError` if README has no marks for it."""
+    text = table()
+    if write:
+        readme = README.read_text(encoding="utf-8")
+        new, num = _MARKED.subn(lambda _: text, readme)
+        if num != 1:
+            raise ValueError(f"README.md: has {num} places between <!-- figures --> and <!-- /figures -->; needs one")
+        README.write_text(new, encoding="utf-8")
+    return text
+
+
+def in_readme() -> str:
+    """The table as README has it."""
+    found = _MARKED.search(README.read_text(encoding="utf-8"))
+    return "" if found is None else found.group()
