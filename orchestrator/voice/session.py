@@ -50,8 +50,9 @@ MAX_TURN_S = 55  # the model `stt` takes 60
 MIN_COMMIT_S = 0.1  # OpenAI's
 # A turn that is longer is not heard again from its beginning: what was certain stays.
 _HEARD_WHOLE_S = 10
-# Between two hearings of somebody who speaks: 1.3 s. The last hearing, which is waited for, may have to wait for one.
-_PARTIAL_FRAMES = 40
+# Somebody who speaks is heard first after 3 s, then every 1.5 s. The last hearing, for which an answer waits, may have
+# to wait for such a one; short questions need none.
+_FIRST_PARTIAL_FRAMES, _PARTIAL_FRAMES = 94, 47
 _SILENT = 1e-3  # -60 dBFS, the peak of a frame in which the VAD need not look for speech
 
 
@@ -64,7 +65,7 @@ class _Turn:
     frames: list[Floats]
     partial: PartialTranscript = field(default_factory=PartialTranscript)
     times: TurnTimes = field(default_factory=TurnTimes)
-    next_partial: int = _PARTIAL_FRAMES
+    next_partial: int = _FIRST_PARTIAL_FRAMES
     is_partial_under_way: bool = False
     payment: asyncio.Future[None] | None = None
     hearing: asyncio.Task[None] | None = None  # the last LISTEN
@@ -378,16 +379,16 @@ class Session:
 
     async def _understand(self, turn: _Turn, number: int) -> None:
         """What was said so far, and whether the person is done."""
-        judging = asyncio.ensure_future(self._engines.judge(turn.audio))
+        audio, done = turn.audio, 0.0
         try:
             await self._pay(turn)
             text = await self._transcribe(turn)
             if turn.hearing is asyncio.current_task():  # the person has not gone on since
                 turn.text, turn.times.transcript_s = text, self._clock()
-            self._start_early(turn, number, text, 0.0)  # who ends like a sentence may be done, whatever the judge says
-            done = await judging
+            self._start_early(turn, number, text, done)
+            if turn is self._turn and self._taking.policy.needs_judge(text):
+                done = await self._engines.judge(audio)
         except ApiError as error:
-            judging.cancel()
             if turn is self._turn:
                 self.tell_error(error)
                 self._drop_turn()
