@@ -20,8 +20,8 @@ _MIN_CLAUSE_CHARACTERS = 18
 _JOINTS = "and because but for or so that when where which while who with"
 _MIN_JOINED_CHARACTERS = 40
 # The very first piece is a phrase: "The capital of France | is Paris."
-_FIRST_JOINTS = f"{_JOINTS} are as at by can from has have in is on to was were will would"
-_MIN_FIRST_CHARACTERS = 14
+_FIRST_JOINTS = f"{_JOINTS} are as at by can from has have in is of on to was were will would"
+_MIN_FIRST_CHARACTERS = 12
 
 
 def _before_any(words: str) -> re.Pattern[str]:

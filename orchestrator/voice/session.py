@@ -283,6 +283,8 @@ class Session:
                 self._hush()
             elif act is Act.LISTEN:
                 self._listen()
+            elif act is Act.PREPARE:
+                self._prepare()
             elif act is Act.GO_ON:
                 self._go_on()
             elif act is Act.INTERRUPT:
@@ -385,7 +387,7 @@ class Session:
             text = await self._transcribe(turn)
             if turn.hearing is asyncio.current_task():  # the person has not gone on since
                 turn.text, turn.times.transcript_s = text, self._clock()
-            self._start_early(turn, number, text, done)
+            self._start_if_likely(turn, number, text, done)
             if turn is self._turn and self._taking.policy.needs_judge(text):
                 done = await self._engines.judge(audio)
         except ApiError as error:
@@ -395,7 +397,16 @@ class Session:
             return
         if turn is self._turn:
             self._carry_out(self._taking.understand(number, text, done))
-            self._start_early(turn, number, text, done)
+            self._start_if_likely(turn, number, text, done)
+
+    def _start_if_likely(self, turn: _Turn, number: int, text: str, done: float) -> None:
+        """Unless somebody has gone on since."""
+        if turn is self._turn and number == self._taking.number and self._taking.policy.may_be_done(text, done):
+            self._start_early(turn, text)
+
+    def _prepare(self) -> None:
+        if self._turn is not None and self._turn.text is not None:
+            self._start_early(self._turn, self._turn.text)
 
     async def _transcribe(self, turn: _Turn) -> str:
         audio, offset_s = _tail(turn)
@@ -409,14 +420,11 @@ class Session:
             turn.payment = asyncio.ensure_future(self._engines.charge("stt"))
         await asyncio.shield(turn.payment)
 
-    def _start_early(self, turn: _Turn, number: int, text: str, done: float) -> None:
-        """An answer for a turn that may be over, if nobody has gone on since it was heard."""
-        if turn is not self._turn or number != self._taking.number:
-            return
+    def _start_early(self, turn: _Turn, text: str) -> None:
+        """An answer for a turn that may be over."""
         detection = self._config.audio.input.turn_detection
         wants_answer = detection is not None and detection.create_response and self._config.rt.early_start
-        is_free = self._response is None and turn.early is None
-        if wants_answer and is_free and text and self._taking.policy.may_be_done(text, done):
+        if wants_answer and self._response is None and turn.early is None and text:
             turn.early_text = text
             turn.early = self._make_response(ResponseOptions(), turn.times, text)
 

@@ -33,6 +33,7 @@ class Act(Enum):
     START = auto()  # a turn
     HUSH = auto()  # the answer
     LISTEN = auto()  # transcribe and judge the turn so far, as number `TurnTaking.number`
+    PREPARE = auto()  # an answer, though the person did not seem to be done
     GO_ON = auto()  # what was begun in the silence is to be dropped
     INTERRUPT = auto()  # the answer ends
     RESUME = auto()  # the answer goes on, and the turn was none
@@ -63,8 +64,10 @@ class TurnPolicy:
 
     # A cough is one frame. Two are 64 ms, which leaves most of 200 ms for the answer to fall silent.
     onset_frames: int = 2
-    # Gaps inside of words are shorter.
-    listen_frames: int = 2
+    # The VAD bridges the gaps inside of words by itself.
+    listen_frames: int = 1
+    # Who is silent for so long may be done after all.
+    prepare_frames: int = 16
     # During an answer: what was said is looked at each time so much was spoken ...
     hushed_listen_frames: int = 12
     # ... and this much is an interruption, whatever it is.
@@ -132,6 +135,8 @@ class TurnTaking:
             self.silence_frames += 1
         if self.silence_frames == self.policy.listen_frames and not speaks:
             acts += self._listen()
+        elif self.silence_frames == self.policy.prepare_frames and not self.is_hushed:
+            acts.append(Act.PREPARE)
         elif self.is_hushed and not self.silence_frames and self._voiced >= self._next_hushed_listen:
             self._next_hushed_listen += self.policy.hushed_listen_frames
             acts += self._listen()

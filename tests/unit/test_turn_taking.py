@@ -33,7 +33,8 @@ class Scene:
 
     @property
     def names(self) -> list[Act]:
-        return [act for _, act in self.acts]
+        """But for PREPARE, which comes in every longer silence."""
+        return [act for _, act in self.acts if act is not Act.PREPARE]
 
     def at_ms(self, act: Act) -> int:
         return next(at_ms for at_ms, found in self.acts if found is act)
@@ -90,6 +91,12 @@ def test_the_eager_do_not_wait_if_the_person_is_done() -> None:
     scene.hear(320, speech=False).hear(992, speech=True).hear(96, speech=False).understand("Thank you.", 0.9)
     assert silence_until_end(scene) <= 256
     assert not TurnPolicy().needs_judge("Thank you.") and scene.taking.policy.needs_judge("Thank you.")
+
+
+def test_after_half_a_second_an_answer_is_prepared_whatever_was_said() -> None:
+    scene = said("I would like to", 0.01)
+    silence_until_end(scene)
+    assert 500 <= scene.at_ms(Act.PREPARE) - (320 + 992) <= 550
 
 
 def test_server_vad_ends_after_its_silence_whatever_was_said() -> None:

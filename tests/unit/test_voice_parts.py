@@ -103,8 +103,8 @@ def cut(text: str, size: int = 3) -> list[str]:
         (
             "Bread is made from flour and water. " * 3 + "It is a very old food, which people eat.",
             [
-                "Bread is made from flour ",
-                "and water. ",
+                "Bread is made ",
+                "from flour and water. ",
                 *["Bread is made from flour and water. "] * 2,
                 "It is a very old food, which people eat.",
             ],
