@@ -29,6 +29,7 @@ from perf.voice_sounds import (
     QUESTIONS,
     STORIES,
     Floats,
+    Paused,
     speech_bounds,
     spoken,
     two_cities,
@@ -45,6 +46,7 @@ BARS = {
     "false_cutoffs": 0.05,
 }
 _TRANSCRIPT = "conversation.item.input_audio_transcription.completed"
+_LATE_S = 0.3  # by which an event comes after what it is about
 _TURNS_A_SESSION = 5
 _SESSION = {"max_output_tokens": 60}
 _STAGES = ("transcript_ms", "turn_end_ms", "asked_ms", "first_token_ms", "first_piece_ms", "first_audio_ms")
@@ -162,34 +164,34 @@ async def _barge_in(url: str, story: Floats, interruption: Floats) -> dict[str, 
 
 
 async def _pause(url: str, questions: Sequence[Question], num_wanted: int) -> tuple[int, int]:
-    """Sentences with pauses in them: how many pauses there were, and at how many the person was taken for done."""
-    sounds = []
+    """Sentences with pauses in them: how many pauses there were, and in how many the person was taken for done."""
     samples = two_cities()
     third = len(samples) // 3
-    for begin in (0, third, 2 * third):
-        sounds.append(with_equal_gaps(samples[begin : begin + third], PAUSE_S))
+    sounds = [with_equal_gaps(samples[begin : begin + third], PAUSE_S) for begin in (0, third, 2 * third)]
     for _, samples in questions:
-        if sum(num for _, num in sounds) >= num_wanted:
+        if sum(len(each.pauses) for each in sounds) >= num_wanted:
             break
         words = await asyncio.to_thread(words_of, url, samples)
         sounds.append(with_pauses(samples, words, 2 if len(words) > 5 else 1, PAUSE_S))
     slots = asyncio.Semaphore(2)
 
-    async def hear(samples: Floats) -> int:
+    async def hear(sound: Paused) -> int:
         async with slots:
-            return await _count_cuts(url, samples)
+            return await _count_cuts(url, sound)
 
-    cuts = await asyncio.gather(*(hear(samples) for samples, _ in sounds))
-    return sum(num for _, num in sounds), sum(cuts)
+    cuts = await asyncio.gather(*map(hear, sounds))
+    return sum(len(each.pauses) for each in sounds), sum(cuts)
 
 
-async def _count_cuts(url: str, samples: Floats) -> int:
-    """How often a turn ended before the sentence did."""
+async def _count_cuts(url: str, sound: Paused) -> int:
+    """In how many of the pauses a turn ended."""
     detection = {"type": "semantic_vad", "create_response": False}
     async with talking(url, {"audio": {"input": {"turn_detection": detection}}}) as client:
-        ends_s = client.say(samples) + speech_bounds(samples)[1] / SAMPLE_RATE_HZ
-        await asyncio.sleep(ends_s - time.monotonic())
-        return sum(each.type == "input_audio_buffer.speech_stopped" and each.at_s < ends_s for each in client.received)
+        begins_s = client.say(sound.samples)
+        await asyncio.sleep(begins_s + len(sound.samples) / SAMPLE_RATE_HZ - time.monotonic())
+        stops_s = [each.at_s - begins_s for each in client.received if each.type == "input_audio_buffer.speech_stopped"]
+    pauses_s = [(begin / SAMPLE_RATE_HZ, end / SAMPLE_RATE_HZ) for begin, end in sound.pauses]
+    return sum(any(begin_s < at_s < end_s + _LATE_S for at_s in stops_s) for begin_s, end_s in pauses_s)
 
 
 async def _in_parallel(url: str, questions: Sequence[Question], num: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -88,8 +88,15 @@ def speech_bounds(samples: Floats) -> tuple[int, int]:
     return int(loud[0]) * _WINDOW, (int(loud[-1]) + 1) * _WINDOW
 
 
-def with_pauses(samples: Floats, words: list[tuple[float, float]], num: int, pause_s: float) -> tuple[Floats, int]:
-    """`num` pauses of `pause_s` put between words, evenly; returns the sound, and how many there was room for.
+class Paused(NamedTuple):
+    """FP32 at 16 kHz, and the pauses in it: first sample, and first sample behind."""
+
+    samples: Floats
+    pauses: list[tuple[int, int]]
+
+
+def with_pauses(samples: Floats, words: list[tuple[float, float]], num: int, pause_s: float) -> Paused:
+    """`num` pauses of `pause_s` put between words, evenly; fewer if there is no room.
 
     `words` are begin and end of each in seconds. Not before the second word and not behind the last but one: what is
     left would not be missed. A pause comes where it is quietest between two words.
@@ -98,14 +105,17 @@ def with_pauses(samples: Floats, words: list[tuple[float, float]], num: int, pau
     chosen = [gaps[len(gaps) * (2 * number + 1) // (2 * num)] for number in range(num)] if gaps else []
     chosen = sorted(set(chosen))
     parts, at = [], 0
+    pauses: list[tuple[int, int]] = []
+    length = int(pause_s * SAMPLE_RATE_HZ)
     for (begin_s, end_s), (next_begin_s, next_end_s) in chosen:
         cut = _quietest(
             samples, (begin_s + end_s) / 2 if next_begin_s - end_s < 0.05 else end_s - 0.05, next_begin_s + 0.08
         )
         cut = max(min(cut, int(next_end_s * SAMPLE_RATE_HZ)), at)
-        parts += [samples[at:cut], in_a_room(np.zeros(int(pause_s * SAMPLE_RATE_HZ), np.float32), seed=cut)]
+        pauses.append((cut + len(pauses) * length, cut + (len(pauses) + 1) * length))
+        parts += [samples[at:cut], in_a_room(np.zeros(length, np.float32), seed=cut)]
         at = cut
-    return np.concatenate([*parts, samples[at:]]), len(chosen)
+    return Paused(np.concatenate([*parts, samples[at:]]), pauses)
 
 
 def gaps_of(samples: Floats, least_s: float = 0.12) -> list[tuple[int, int]]:
@@ -122,19 +132,22 @@ def gaps_of(samples: Floats, least_s: float = 0.12) -> list[tuple[int, int]]:
     return [(begin * _WINDOW, end * _WINDOW) for begin, end in runs if begin > 50 and end < len(quiet) - 50]
 
 
-def with_equal_gaps(samples: Floats, pause_s: float) -> tuple[Floats, int]:
-    """Each gap of real speech made `pause_s` long; also returns how many there are."""
-    parts, at, gaps = [], 0, gaps_of(samples)
-    for begin, end in gaps:
-        missing = int(pause_s * SAMPLE_RATE_HZ) - (end - begin)
+def with_equal_gaps(samples: Floats, pause_s: float) -> Paused:
+    """Each gap of real speech made `pause_s` long."""
+    parts, at, pauses, num_added = [], 0, [], 0
+    length = int(pause_s * SAMPLE_RATE_HZ)
+    for begin, end in gaps_of(samples):
+        pauses.append((begin + num_added, begin + num_added + length))
+        missing = length - (end - begin)
         middle = (begin + end) // 2
         if missing > 0:
             parts += [samples[at:middle], np.tile(samples[begin:end], missing // (end - begin) + 1)[:missing]]
             at = middle
         else:
             parts.append(samples[at : middle + missing // 2])
-            at = middle - missing // 2
-    return np.concatenate([*parts, samples[at:]]), len(gaps)
+            at = middle + missing // 2 - missing
+        num_added += missing
+    return Paused(np.concatenate([*parts, samples[at:]]), pauses)
 
 
 def two_cities() -> Floats:

@@ -17,11 +17,12 @@ _LISTENING = _words(
     "cool great good nice really exactly indeed absolutely"
 )
 _LISTENING_PAIRS = frozenset({("i", "see"), ("got", "it"), ("all", "right"), ("of", "course"), ("go", "on")})
-# A sentence is not over behind these, however it was said and whatever mark the transcript has.
-_HANGING = _words(
-    "a an the and or but nor because although while if unless than whether of to in into onto from with without "
-    "for at by is are was were am do does did has have had can could would will should about between against "
-    "through during my your his her its our their very um uh er so"
+# No sentence is over behind these, however it was said and whatever mark the transcript has ...
+_NEVER_LAST = _words("a an the and or but nor because although while if unless than my your our their very um uh er")
+# ... and behind these only a question: "What is it for?"
+_LAST_IN_QUESTIONS = _words(
+    "of to in into onto from with without for at by is are was were am do does did has have had can could would "
+    "will should about between against through during his her its so whether"
 )
 
 
@@ -50,7 +51,14 @@ def is_backchannel(text: str) -> bool:
 def hangs(text: str) -> bool:
     """Whether the last word calls for another one: "I would like to"."""
     words = words_of(text)
-    return bool(words) and (words[-1] in _HANGING or text.rstrip().endswith(("...", "…", "-", "—")))
+    if not words:
+        return False
+    is_question = text.rstrip().endswith("?")
+    return (
+        words[-1] in _NEVER_LAST
+        or (words[-1] in _LAST_IN_QUESTIONS and not is_question)
+        or text.rstrip().endswith(("...", "…", "-", "—"))
+    )
 
 
 def ends_like_a_sentence(text: str) -> bool:

@@ -33,6 +33,15 @@ def encode_pcm(samples: npt.NDArray[np.int16]) -> str:
     return base64.b64encode(samples.astype("<i2", copy=False).tobytes()).decode()
 
 
+def cut_silence(samples: npt.NDArray[np.int16], rate_hz: int) -> npt.NDArray[np.int16]:
+    """Without the silence at the end, but for 30 ms: what stops in the midst of a sentence goes on at once."""
+    if not len(samples):
+        return samples
+    levels = np.abs(samples.astype(np.int32))
+    loud = np.flatnonzero(levels > levels.max() // 50)
+    return samples[: int(loud[-1]) + int(0.03 * rate_hz)] if len(loud) else samples
+
+
 class Resampler:
     """A stream of samples at another rate. soxr is of the extra `voice`, and imported when it is needed."""
 

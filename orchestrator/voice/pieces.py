@@ -17,8 +17,18 @@ _BEGINNING_CHARACTERS = 80
 _CLAUSE_END = re.compile(r"[,;:—–]\s+")
 _MIN_CLAUSE_CHARACTERS = 18
 # Of a long sentence without a mark, before a word that joins.
-_JOINT = re.compile(r"\s+(?=(?:and|because|but|for|or|so|that|when|where|which|while|who|with)\s)")
+_JOINTS = "and because but for or so that when where which while who with"
 _MIN_JOINED_CHARACTERS = 40
+# The very first piece is a phrase: "The capital of France | is Paris."
+_FIRST_JOINTS = f"{_JOINTS} are as at by can from has have in is of on to was were will would"
+_MIN_FIRST_CHARACTERS = 12
+
+
+def _before_any(words: str) -> re.Pattern[str]:
+    return re.compile(rf"\s+(?=(?:{'|'.join(words.split())})\s)")
+
+
+_JOINT, _FIRST_JOINT = _before_any(_JOINTS), _before_any(_FIRST_JOINTS)
 
 
 class SpokenPieces:
@@ -32,7 +42,10 @@ class SpokenPieces:
 
     def push(self, text: str) -> list[str]:
         pieces = self._cut(text)
-        while self._num_cut < _BEGINNING_CHARACTERS and (clause := _first_clause(self._open)) is not None:
+        while (
+            self._num_cut < _BEGINNING_CHARACTERS
+            and (clause := _first_clause(self._open, is_first=not self._num_cut)) is not None
+        ):
             rest = self._open[len(clause) :]
             self._cutter, self._open = SentenceCutter(), ""
             self._num_cut += len(clause)
@@ -63,9 +76,9 @@ class SpokenPieces:
         return sayable
 
 
-def _first_clause(text: str) -> str | None:
-    """None if there is none yet."""
-    ends = [found.end() for found in _CLAUSE_END.finditer(text, _MIN_CLAUSE_CHARACTERS - 2)]
-    ends = [end for end in ends if end >= _MIN_CLAUSE_CHARACTERS]
-    ends += [found.end() for found in _JOINT.finditer(text, _MIN_JOINED_CHARACTERS)]
+def _first_clause(text: str, *, is_first: bool) -> str | None:
+    """None if there is none yet. `is_first`: nothing is being spoken."""
+    joint, least = (_FIRST_JOINT, _MIN_FIRST_CHARACTERS) if is_first else (_JOINT, _MIN_JOINED_CHARACTERS)
+    ends = [found.end() for found in joint.finditer(text) if found.start() >= least]
+    ends += [found.end() for found in _CLAUSE_END.finditer(text) if found.end() >= min(least, _MIN_CLAUSE_CHARACTERS)]
     return next((text[:end] for end in sorted(ends) if end < len(text)), None)

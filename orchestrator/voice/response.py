@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.errors import ApiError, CancelledError
+from orchestrator.voice.backchannels import ends_like_a_sentence
 from orchestrator.voice.client_events import MaxTokens
 from orchestrator.voice.conversation import Item
 from orchestrator.voice.engines import Engines, Events, Sound
-from orchestrator.voice.pcm import Resampler, encode_pcm
+from orchestrator.voice.pcm import Resampler, cut_silence, encode_pcm
 from orchestrator.voice.pieces import SpokenPieces
 from orchestrator.voice.playback import LEAD_S, Mark, Playback
 from orchestrator.voice.speaking import can_be_said
@@ -332,7 +333,9 @@ class Response:
                     async with contextlib.aclosing(self._sound.read()) as reading:
                         async for pcm, rate_hz in reading:
                             resampler = resampler or Resampler(rate_hz, self._order.rate_hz, "int16")
-                            spoken.add(resampler.push(np.frombuffer(pcm, "<i2")))
+                            samples = np.frombuffer(pcm, "<i2")
+                            goes_on = not ends_like_a_sentence(piece)
+                            spoken.add(resampler.push(cut_silence(samples, rate_hz) if goes_on else samples))
                             self._changed.set()
                     self._sound = None
             if resampler is not None and not self.is_over:

@@ -50,8 +50,9 @@ MAX_TURN_S = 55  # the model `stt` takes 60
 MIN_COMMIT_S = 0.1  # OpenAI's
 # A turn that is longer is not heard again from its beginning: what was certain stays.
 _HEARD_WHOLE_S = 10
-# Between two hearings of somebody who speaks: 1.3 s. The last hearing, which is waited for, may have to wait for one.
-_PARTIAL_FRAMES = 40
+# Somebody who speaks is heard first after 3 s, then every 1.5 s. The last hearing, for which an answer waits, may have
+# to wait for such a one; short questions need none.
+_FIRST_PARTIAL_FRAMES, _PARTIAL_FRAMES = 94, 47
 _SILENT = 1e-3  # -60 dBFS, the peak of a frame in which the VAD need not look for speech
 
 
@@ -64,7 +65,7 @@ class _Turn:
     frames: list[Floats]
     partial: PartialTranscript = field(default_factory=PartialTranscript)
     times: TurnTimes = field(default_factory=TurnTimes)
-    next_partial: int = _PARTIAL_FRAMES
+    next_partial: int = _FIRST_PARTIAL_FRAMES
     is_partial_under_way: bool = False
     payment: asyncio.Future[None] | None = None
     hearing: asyncio.Task[None] | None = None  # the last LISTEN
@@ -282,6 +283,8 @@ class Session:
                 self._hush()
             elif act is Act.LISTEN:
                 self._listen()
+            elif act is Act.PREPARE:
+                self._prepare()
             elif act is Act.GO_ON:
                 self._go_on()
             elif act is Act.INTERRUPT:
@@ -378,23 +381,32 @@ class Session:
 
     async def _understand(self, turn: _Turn, number: int) -> None:
         """What was said so far, and whether the person is done."""
-        judging = asyncio.ensure_future(self._engines.judge(turn.audio))
+        audio, done = turn.audio, 0.0
         try:
             await self._pay(turn)
             text = await self._transcribe(turn)
             if turn.hearing is asyncio.current_task():  # the person has not gone on since
                 turn.text, turn.times.transcript_s = text, self._clock()
-            self._start_early(turn, number, text, 0.0)  # who ends like a sentence may be done, whatever the judge says
-            done = await judging
+            self._start_if_likely(turn, number, text, done)
+            if turn is self._turn and self._taking.policy.needs_judge(text):
+                done = await self._engines.judge(audio)
         except ApiError as error:
-            judging.cancel()
             if turn is self._turn:
                 self.tell_error(error)
                 self._drop_turn()
             return
         if turn is self._turn:
             self._carry_out(self._taking.understand(number, text, done))
-            self._start_early(turn, number, text, done)
+            self._start_if_likely(turn, number, text, done)
+
+    def _start_if_likely(self, turn: _Turn, number: int, text: str, done: float) -> None:
+        """Unless somebody has gone on since."""
+        if turn is self._turn and number == self._taking.number and self._taking.policy.may_be_done(text, done):
+            self._start_early(turn, text)
+
+    def _prepare(self) -> None:
+        if self._turn is not None and self._turn.text is not None:
+            self._start_early(self._turn, self._turn.text)
 
     async def _transcribe(self, turn: _Turn) -> str:
         audio, offset_s = _tail(turn)
@@ -408,14 +420,11 @@ class Session:
             turn.payment = asyncio.ensure_future(self._engines.charge("stt"))
         await asyncio.shield(turn.payment)
 
-    def _start_early(self, turn: _Turn, number: int, text: str, done: float) -> None:
-        """An answer for a turn that may be over, if nobody has gone on since it was heard."""
-        if turn is not self._turn or number != self._taking.number:
-            return
+    def _start_early(self, turn: _Turn, text: str) -> None:
+        """An answer for a turn that may be over."""
         detection = self._config.audio.input.turn_detection
         wants_answer = detection is not None and detection.create_response and self._config.rt.early_start
-        is_free = self._response is None and turn.early is None
-        if wants_answer and is_free and text and self._taking.policy.may_be_done(text, done):
+        if wants_answer and self._response is None and turn.early is None and text:
             turn.early_text = text
             turn.early = self._make_response(ResponseOptions(), turn.times, text)
 

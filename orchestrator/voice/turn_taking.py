@@ -24,6 +24,8 @@ _HYSTERESIS = 0.15
 # The VAD needs a frame or two to be sure that somebody speaks: with so much his silence is not over, but may be.
 _BEGINNING = 0.1
 
+_LONG_PAUSE_MS = 700
+
 Answering = Literal["no", "yes", "ending"]  # "ending": of the answer so little is left that nothing is to be resumed
 
 
@@ -31,6 +33,7 @@ class Act(Enum):
     START = auto()  # a turn
     HUSH = auto()  # the answer
     LISTEN = auto()  # transcribe and judge the turn so far, as number `TurnTaking.number`
+    PREPARE = auto()  # an answer, though the person did not seem to be done
     GO_ON = auto()  # what was begun in the silence is to be dropped
     INTERRUPT = auto()  # the answer ends
     RESUME = auto()  # the answer goes on, and the turn was none
@@ -42,12 +45,12 @@ class TurnPolicy:
     """Of one session; times in ms.
 
     With `fixed_silence_ms` (OpenAI's `server_vad`) that is the silence which ends a turn, whatever was said. Else it is
-    `done_silence_ms` if the judge takes the person for done and the transcript ends as sentences do;
-    `unfinished_silence_ms` if neither is so, or the last word calls for another; and `unsure_silence_ms` between.
+    `done_silence_ms` if the person is done: if the transcript ends as sentences do, and, where nobody waits for the
+    longest pause that people make in the midst of one, the judge takes him for done too; `unfinished_silence_ms` if
+    neither is so, or the last word calls for another; and `unsure_silence_ms` between.
 
-    People pause for 0.7 s in the midst of a sentence, and neither judge nor transcript know that well enough: of pauses
-    put into fluent speech both took every fourth for an end. So nobody is interrupted before that; his answer is made
-    meanwhile.
+    Of pauses put into fluent speech judge and transcript together took every fourth for an end. So nobody is
+    interrupted in a pause of 0.7 s; his answer is made meanwhile.
     """
 
     threshold: float = 0.5  # of the VAD
@@ -61,8 +64,10 @@ class TurnPolicy:
 
     # A cough is one frame. Two are 64 ms, which leaves most of 200 ms for the answer to fall silent.
     onset_frames: int = 2
-    # Gaps inside of words are shorter.
-    listen_frames: int = 2
+    # The VAD bridges the gaps inside of words by itself.
+    listen_frames: int = 1
+    # Who is silent for so long may be done after all.
+    prepare_frames: int = 16
     # During an answer: what was said is looked at each time so much was spoken ...
     hushed_listen_frames: int = 12
     # ... and this much is an interruption, whatever it is.
@@ -77,11 +82,17 @@ class TurnPolicy:
             return self.fixed_silence_ms
         if text is None or not self.may_be_done(text, done):
             return self.unfinished_silence_ms
-        is_done = done >= self.done_above and ends_like_a_sentence(text)
+        is_done = ends_like_a_sentence(text) and (done >= self.done_above or not self.needs_judge(text))
         return self.done_silence_ms if is_done else self.unsure_silence_ms
 
     def may_be_done(self, text: str, done: float) -> bool:
         return not hangs(text) and (done >= self.unfinished_below or ends_like_a_sentence(text))
+
+    def needs_judge(self, text: str) -> bool:
+        """Whether a judgement makes a difference. It takes time, in which the answer is made."""
+        if self.fixed_silence_ms is not None or hangs(text):
+            return False
+        return not ends_like_a_sentence(text) or self.done_silence_ms < _LONG_PAUSE_MS
 
 
 class TurnTaking:
@@ -124,6 +135,8 @@ class TurnTaking:
             self.silence_frames += 1
         if self.silence_frames == self.policy.listen_frames and not speaks:
             acts += self._listen()
+        elif self.silence_frames == self.policy.prepare_frames and not self.is_hushed:
+            acts.append(Act.PREPARE)
         elif self.is_hushed and not self.silence_frames and self._voiced >= self._next_hushed_listen:
             self._next_hushed_listen += self.policy.hushed_listen_frames
             acts += self._listen()

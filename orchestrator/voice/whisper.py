@@ -19,7 +19,7 @@ _TEMPERATURES = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
 # Of the silence that fills Whisper's 30 s, so much is kept behind the sound: 5 s, in frames of 10 ms. Most of the work
 # goes into the rest of it (2 s of speech: 1.1 s of processor time with all of it, 0.2 s so). With 1 s the last words
 # were repeated over and over; with 3 s the texts were those of all 30 s.
-_SILENT_FRAMES = 500
+_SILENT_FRAMES, _PARTIAL_SILENT_FRAMES = 500, 300
 # Whisper now and then says the last words over and over, or makes some up. So of a partial transcript no more tokens
 # come than anybody can say (most people speak 4 words a second, fast ones 6), and what it made up is left out: it finds
 # no place in the sound for such words, or is most unsure of them (Radford et al. 2022, section 4.5, has the same -1).
@@ -29,12 +29,14 @@ _MIN_LOGPROB = -1.0
 
 
 class _ShortWindow(WhisperModel):  # type: ignore[misc]
-    """faster-whisper's, whose encoder hears no more silence than it must."""
+    """faster-whisper's, whose encoder hears no more silence than it must. For one thread."""
+
+    silent_frames = _SILENT_FRAMES
 
     def encode(self, features: Any) -> Any:
         """`features`: FP32 [..., 80, frames], exactly 0 where faster-whisper has filled it up."""
         used = np.flatnonzero(features.reshape(-1, features.shape[-1]).any(axis=0))
-        num_frames = min(features.shape[-1], (int(used[-1]) + 1 if len(used) else 0) + _SILENT_FRAMES)
+        num_frames = min(features.shape[-1], (int(used[-1]) + 1 if len(used) else 0) + self.silent_frames)
         num_frames += num_frames % 2  # the encoder halves them
         return super().encode(np.ascontiguousarray(features[..., :num_frames]))
 
@@ -55,6 +57,7 @@ class Whisper:
         again.
         """
         max_tokens = _MORE_TOKENS + int(_TOKENS_A_S * len(audio) / SAMPLE_RATE_HZ) if is_partial else None
+        self._model.silent_frames = _PARTIAL_SILENT_FRAMES if is_partial else _SILENT_FRAMES
         segments, _ = self._model.transcribe(
             audio,
             max_new_tokens=max_tokens,

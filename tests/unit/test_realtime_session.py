@@ -410,7 +410,7 @@ def test_what_is_certain_is_told_while_the_person_speaks() -> None:
         engines.is_busy = False
         engines.says = "one two three"  # a word a second
         client = Client(engines)
-        await client.speak(4_000)
+        await client.speak(5_000)
         deltas = client.all("conversation.item.input_audio_transcription.delta")
         assert "".join(event["delta"] for event in deltas).split() == ["one", "two", "three"]
         assert len({event["item_id"] for event in deltas}) == 1
@@ -543,7 +543,6 @@ def test_who_goes_on_before_the_answer_was_heard_says_one_thing() -> None:
 def test_an_early_start_is_used_or_dropped() -> None:
     async def scene() -> None:
         engines = FakeEngines()
-        engines.done = 0.3  # likely to be done, but not sure
         client = Client(engines)
         await client.speak(640)
         await client.speak(320, loud=False)

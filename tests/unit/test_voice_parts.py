@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import InvalidRequestError
-from orchestrator.voice.pcm import Inlet, Resampler, decode_pcm, encode_pcm
+from orchestrator.voice.pcm import Inlet, Resampler, cut_silence, decode_pcm, encode_pcm
 from orchestrator.voice.pieces import SpokenPieces
 from orchestrator.voice.playback import LEAD_S, Mark, Playback, text_until
 
@@ -98,20 +98,28 @@ def cut(text: str, size: int = 3) -> list[str]:
         # Clauses, if they are long enough, at the beginning.
         (
             "The capital of France is Paris, which lies on the Seine, a river. It is old.",
-            ["The capital of France is Paris, ", "which lies on the Seine, ", "a river. ", "It is old."],
+            ["The capital of France ", "is Paris, which lies on the Seine, ", "a river. ", "It is old."],
         ),
         (
             "Bread is made from flour and water. " * 3 + "It is a very old food, which people eat.",
-            ["Bread is made from flour and water. "] * 3 + ["It is a very old food, which people eat."],
+            [
+                "Bread is made ",
+                "from flour and water. ",
+                *["Bread is made from flour and water. "] * 2,
+                "It is a very old food, which people eat.",
+            ],
         ),
         (
             "A computer is a machine that works with numbers and does what a program tells it to do.",
-            ["A computer is a machine that works with numbers ", "and does what a program tells it to do."],
+            [
+                "A computer is a machine ",
+                "that works with numbers and does what a program tells it to do.",
+            ],
         ),
         ("Well, it is Paris, I think.", ["Well, it is Paris, ", "I think."]),
         # Not inside of numbers and times.
-        ("There are about 1,000,000 people in it.", ["There are about 1,000,000 people in it."]),
-        ("The next train leaves at 12:30 or so.", ["The next train leaves at 12:30 or so."]),
+        ("There are about 1,000,000 people in it.", ["There are about 1,000,000 people ", "in it."]),
+        ("The next train leaves at 12:30 or so.", ["The next train leaves ", "at 12:30 or so."]),
         # What cannot be said goes with the next, or at the end with nothing.
         ("... Yes. It is 98.6°F.", ["... Yes. ", "It is 98.6°F."]),
         ("It costs $3.14. 🙂", ["It costs $3.14. ", "🙂"]),
@@ -172,3 +180,10 @@ def test_any_text_is_sound_or_refused(text: str) -> None:
         decode_pcm(text, "audio")
     except InvalidRequestError as error:
         assert error.param == "audio"
+
+
+def test_silence_at_the_end_is_cut() -> None:
+    sound = np.concatenate([np.full(1000, 9000), np.full(5000, 20)]).astype(np.int16)
+    assert len(cut_silence(sound, 10_000)) == pytest.approx(1300, abs=2)
+    assert len(cut_silence(sound[:1000], 10_000)) == 1000
+    assert len(cut_silence(sound[:0], 10_000)) == 0
