@@ -167,34 +167,38 @@ def make_params(request: EngineRequest) -> Any:
     return params
 
 
-class UsageLogger:
-    """A `StatLoggerBase` of vLLM's that hears how full the KV cache is."""
-
-    def __init__(self, note: Callable[[float], None]) -> None:
-        self._note = note
-
-    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
-        if scheduler_stats is not None:
-            self._note(scheduler_stats.kv_cache_usage)
-
-    def log(self) -> None:
-        pass
-
-    def log_engine_initialized(self) -> None:
-        pass
-
-    def record_sleep_state(self, *_: Any, **__: Any) -> None:
-        pass
-
-
 def load_engine(settings: Settings, model_dir: Path, note_usage: Callable[[float], None] | None = None) -> Any:
-    """AsyncLLM with the model in `model_dir`/checkpoint, on the GPUs that the settings name."""
+    """AsyncLLM with the model in `model_dir`/checkpoint, on the GPUs that the settings name.
+
+    `note_usage` hears after a step what share of the KV blocks requests hold.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.gpu_device_ids))
+    from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    loggers = None if note_usage is None else [lambda config, index=0: UsageLogger(note_usage)]
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, model_dir)), stat_loggers=loggers)
+    arguments = engine_arguments(settings, model_dir)
+    arguments["structured_outputs_config"] = StructuredOutputsConfig(**arguments["structured_outputs_config"])
+    loggers = None if note_usage is None else [_usage_logger(note_usage)]
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
+
+
+def _usage_logger(note: Callable[[float], None]) -> type[Any]:
+    """In the place of vLLM's logger for Prometheus, which it adds otherwise: nobody reads that one here."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class UsageLogger(PrometheusStatLogger):  # type: ignore[misc]
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+            if scheduler_stats is not None:
+                note(scheduler_stats.kv_cache_usage)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return UsageLogger
 
 
 async def warm_up(engine: AsyncEngine, settings: Settings) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +33,11 @@ class AsyncLLM:
         self._live: dict[str, int] = {}  # tokens held
 
     @classmethod
-    def from_engine_args(cls, engine_args: Any, stat_loggers: list[Callable[..., Any]] | None = None) -> AsyncLLM:
-        return cls(engine_args.values, [make(None, 0) for make in stat_loggers or []])
+    def from_engine_args(cls, engine_args: Any, stat_loggers: list[type[Any]] | None = None) -> AsyncLLM:
+        loggers = [each(vllm_config=None, engine_indexes=[0]) for each in stat_loggers or []]
+        for logger in loggers:
+            logger.log_engine_initialized()
+        return cls(engine_args.values, loggers)
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncGenerator[Any, None]:
         ids, params = prompt["prompt_token_ids"], sampling_params
