@@ -10,11 +10,10 @@ import hashlib
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-from build.errors import BuildError
-from perf.errors import PerfError
 from perf.gpu.prefix import ngram, prefix
 from perf.gpu.sides import gpu_facts, versions
 from perf.gpu.speed import speed
@@ -50,9 +49,9 @@ def main() -> int:
             else:
                 run = {"text": text, "prefix": prefix, "ngram": ngram}[part]
                 found = run(*common, options.gateway_workers, **changes)
-        except (PerfError, BuildError) as error:
-            say(f"{part}: {error}")
-            found, failed = {"error": str(error)}, True
+        except Exception as error:  # the next part is worth its time all the same
+            traceback.print_exc()
+            found, failed = {"error": f"{type(error).__name__}: {error}"}, True
         write(options.out / "h100.json", part, {**found, "took_s": round(time.monotonic() - started_s, 1)})
     return int(failed)
 

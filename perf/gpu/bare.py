@@ -19,7 +19,6 @@ from typing import Any
 from orchestrator.engines import EngineRequest
 from orchestrator.engines.vllm import Settings, load_engine, make_params, warm_up
 from perf.gpu.answers import Timed, describe
-from perf.worker import answer_requests
 
 
 async def generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +50,7 @@ async def generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    sys.stdout = os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints must not get between our lines
     settings = Settings.model_validate(json.loads(sys.stdin.readline())["parameters"])
     import uvloop
@@ -65,9 +64,10 @@ def main() -> None:
         return engine
 
     engine = loop.run_until_complete(load())
-    print(json.dumps({"ready": True}), flush=True)
+    print(json.dumps({"ready": True}), file=out, flush=True)
     try:
-        answer_requests(lambda request: loop.run_until_complete(generate(engine, request)))
+        for line in sys.stdin:
+            print(json.dumps(loop.run_until_complete(generate(engine, json.loads(line)))), file=out, flush=True)
     finally:
         engine.shutdown()
 
