@@ -14,13 +14,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from perf.gpu.prefix import ngram, prefix
 from perf.gpu.sides import gpu_facts, versions
 from perf.gpu.speed import speed
+from perf.gpu.techniques import chunked, ngram
 from perf.gpu.text import text
 from perf.report import describe_machine, say
 
-PARTS = ("text", "speed-bf16", "speed-fp8", "prefix", "ngram")
+PARTS = ("text", "speed-bf16", "speed-fp8", "chunked", "ngram")
 HERE = Path(__file__).parent
 
 
@@ -47,7 +47,7 @@ def main() -> int:
                 sides = options.sides.split(",")
                 found = speed(part.removeprefix("speed-"), *common, sides, options.gateway_workers, **changes)
             else:
-                run = {"text": text, "prefix": prefix, "ngram": ngram}[part]
+                run = {"text": text, "chunked": chunked, "ngram": ngram}[part]
                 found = run(*common, options.gateway_workers, **changes)
         except Exception as error:  # the next part is worth its time all the same
             traceback.print_exc()

@@ -135,6 +135,6 @@ def test_a_stream_that_breaks_is_an_error(lines: tuple[str, ...], message: str) 
 
 def test_parts_add_up_in_one_file(tmp_path: Path) -> None:
     command.write(tmp_path / "h100.json", "text", {"a": 1})
-    command.write(tmp_path / "h100.json", "prefix", {"b": 2})
+    command.write(tmp_path / "h100.json", "chunked", {"b": 2})
     found = json.loads((tmp_path / "h100.json").read_bytes())
-    assert (found["text"], found["prefix"], len(found["script_sha256"])) == ({"a": 1}, {"b": 2}, 64)
+    assert (found["text"], found["chunked"], len(found["script_sha256"])) == ({"a": 1}, {"b": 2}, 64)

@@ -1,7 +1,4 @@
-"""Part `prefix`: what the prefix cache, chunked prefill and n-gram speculation do, through the whole stack.
-
-Speculation is asked SmolLM2 to say again what its prompt says; the others are of Llama 3.1 8B's shape.
-"""
+"""Parts `chunked` and `ngram`: chunked prefill and n-gram speculation, through the whole stack, on against off."""
 
 from __future__ import annotations
 
@@ -14,15 +11,13 @@ from perf.gpu.rows import LLAMA, SMOLLM2, make_artifact, make_row
 from perf.gpu.sides import sse_load, whole_stack
 from perf.gpu.speed import Prompts
 from perf.report import say
-from perf.stats import summarize
 
-PREFIX, ROUNDS = 4000, 12
 NUM_STREAMS, STREAM_TOKENS = 32, 400
 NUM_ARRIVING, ARRIVING_PROMPT = 4, 8000
 
 
-def prefix(work: Path, cache: Path, out: Path, gateway_workers: int, **changes: Any) -> dict[str, Any]:
-    """The first token of a cached prefix of `PREFIX` tokens; the gaps of streams while long prompts arrive."""
+def chunked(work: Path, cache: Path, out: Path, gateway_workers: int, **changes: Any) -> dict[str, Any]:
+    """The gaps of streams of Llama 3.1 8B's shape while long prompts arrive."""
     result: dict[str, Any] = {}
     for name, is_on in (("chunked", True), ("whole", False)):
         row = make_row(
@@ -43,26 +38,8 @@ def prefix(work: Path, cache: Path, out: Path, gateway_workers: int, **changes: 
         ):
             for _ in range(2):
                 load.ask({"prompts": Prompts(3).take(NUM_STREAMS, 64), "max_tokens": 16})
-            if is_on:
-                result["prefix_cache"] = _prefix_cache(load)
             result[f"gaps_{name}"] = _arrivals(load, other)
     return result
-
-
-def _prefix_cache(load: Any) -> dict[str, Any]:
-    prompts = Prompts(4)
-    shared = prompts.take(1, PREFIX)[0]
-
-    def ask(start: list[int]) -> float:
-        request = {"prompts": [start + prompts.take(1, 16)[0]], "max_tokens": 2}
-        return float(load.ask(request)["ttft_ms"]["max"])
-
-    cold = [ask(prompts.take(1, PREFIX)[0]) for _ in range(ROUNDS)]
-    ask(shared)
-    cached = [ask(shared) for _ in range(ROUNDS)]
-    found = {"cold_ms": summarize(cold), "cached_ms": summarize(cached)}
-    say(f"  a prefix of {PREFIX}: {found['cold_ms']['p50']} ms cold, {found['cached_ms']['p50']} ms cached")
-    return {**found, "ratio": round(found["cold_ms"]["p50"] / found["cached_ms"]["p50"], 2)}
 
 
 def _arrivals(load: Any, other: Any) -> dict[str, Any]:
