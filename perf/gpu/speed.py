@@ -1,8 +1,8 @@
 """Part `speed-bf16`, `speed-fp8`: Llama 3.1 8B's shape, each side in turn, the same prompts for all.
 
-First token of prompts of four lengths, one at a time; then tokens/s of 1 to 512 streams that all start together. Through
-the stack also the first token behind a cached prefix. All answers are greedy, of exactly as many tokens as asked for,
-which each stream is held to.
+First token of prompts of four lengths, one at a time; then tokens/s of 1 to 512 streams that all start together.
+Through the stack also the first token behind a cached prefix. All answers are greedy, of exactly as many tokens as
+asked for, which each stream is held to.
 """
 
 from __future__ import annotations
