@@ -29,10 +29,11 @@ class ProcessEngine:
 
     def __init__(self, parameters: Mapping[str, str], model_dir: Path) -> None:
         # Triton's stub is no Python interpreter; like it, we take the first python3 in PATH.
-        named = os.environ.get(PYTHON_VARIABLE) or "python3"
-        python = shutil.which(named)
+        named = os.environ.get(PYTHON_VARIABLE)
+        python = shutil.which(named or "python3")
         if python is None:
-            raise RuntimeError(f"no {named} in PATH to run the engine with ({PYTHON_VARIABLE} may name another Python)")
+            fault = f"{PYTHON_VARIABLE}: no {named}" if named else "no python3"
+            raise RuntimeError(f"{fault} in PATH to run the engine with")
         self._process = subprocess.Popen(
             [python, "-m", "orchestrator.engines.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
