@@ -17,7 +17,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from build import trtllm
-from build.bert_onnx import _shapes
+from build.bert_onnx import weight_shapes
 from build.compiler import build
 from build.fetch import cached_path, fetch
 from build.model_rows import (
@@ -145,7 +145,7 @@ def _blank_embedder(cache: Path) -> EmbedderRow:
         return source
 
     placeholder = packaged("model.safetensors", b"")
-    shapes = _shapes(make(placeholder, placeholder))
+    shapes = weight_shapes(make(placeholder, placeholder))
     path = cached_path(placeholder, cache)
     save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, path)
     pieces = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##"}
