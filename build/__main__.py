@@ -19,7 +19,7 @@ from build.fetch import cache_folder
 from build.model_rows import AnyModelRow
 from build.plan_report import run_plan
 from build.router import run_router
-from build.rows import TargetRow, list_targets, load_models, load_target
+from build.rows import TargetRow, list_targets, load_models, load_target, name_with_runtime
 from orchestrator.config import ConfigError
 
 
@@ -59,6 +59,7 @@ def _run(argv: list[str]) -> int:
         epilog="Others: python -m build plan (what a GPU target holds and costs), python -m build router (training).",
     )
     parser.add_argument("--target", default="cpu", help="what to compile for (default: cpu)")
+    parser.add_argument("--runtime", choices=["vllm"], help="of the target's language models, if not TensorRT-LLM")
     parser.add_argument("--output", type=Path, metavar="DIR", help="the artifact (default: artifacts/TARGET)")
     parser.add_argument("--force", action="store_true", help="build although it is up to date")
     parser.add_argument("--only", metavar="MODEL", help="run the container's commands of one Triton model, no more")
@@ -74,7 +75,7 @@ def _run(argv: list[str]) -> int:
         for name in list_targets():
             print(f"{name:<12}{load_target(name).description}")
         return 0
-    target = load_target(arguments.target)
+    target = load_target(name_with_runtime(arguments.target, arguments.runtime))
     models = load_models(target)
     output = arguments.output or Path("artifacts") / target.name
     if arguments.dry_run:

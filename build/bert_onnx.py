@@ -50,7 +50,7 @@ def write_graph(graph: onnx.ModelProto, path: Path) -> None:
 
 def check_weights(weights: Weights, model: EmbedderRow, file: str) -> None:
     """Raise `BuildError` naming the first tensor whose shape is not the one that the model's row makes."""
-    for name, shape in _shapes(model).items():
+    for name, shape in weight_shapes(model).items():
         found = tuple(weights[name].shape) if name in weights else None
         if found != shape:
             raise BuildError(
@@ -72,7 +72,8 @@ def _layer(index: int) -> str:
     return f"encoder.layer.{index}."
 
 
-def _shapes(model: EmbedderRow) -> dict[str, tuple[int, ...]]:
+def weight_shapes(model: EmbedderRow) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor that the weights of `model` must have, by name."""
     numbers = model.architecture
     hidden, inner = numbers.hidden_size, numbers.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {

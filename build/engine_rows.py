@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from build.model_rows import Checkpoint, Count, Name
 from orchestrator.config import Row
@@ -150,6 +150,49 @@ class TensorRTLLMParameters(Row):
         return 0 if self.speculation is None else self.speculation.max_draft_len
 
 
+class VLLMParameters(Row):
+    """Engine `vllm`: vLLM's AsyncLLM, in a process of its own, on `tp_size` GPUs.
+
+    `precision` is that of the layers' weights: "fp8" makes it of the checkpoint's 16 bits while loading (a checkpoint
+    that is FP8 already says so itself; leave "bf16"). `gpu_memory_share` is how much of each GPU's memory the engine
+    takes in all. `max_seq_len` counts the tokens of one sequence, `max_num_tokens` those of one step. `load_format`
+    "dummy" is for measuring speed: the weights are random. `cuda_graph_sizes` are the batches that CUDA graphs are
+    made for, none meaning vLLM's own choice. `max_responses_per_s` is what gateway and orchestrator can pass on: with
+    so many streams that a token each would be more, tokens travel in groups. `num_draft_tokens` and `max_ngram_size`
+    matter with `speculation` "ngram".
+    """
+
+    engine: Literal["vllm"]
+    precision: Literal["bf16", "fp8"]
+    kv_cache_precision: Literal["auto", "fp8"]
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    tp_size: Count
+    gpu_device_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    gpu_memory_share: Annotated[float, Field(gt=0, lt=1)]
+    max_seq_len: Count
+    max_num_tokens: Count
+    enable_kv_cache_reuse: bool
+    enable_chunked_context: bool
+    cuda_graph_sizes: Annotated[list[Count], Field(default_factory=list)]
+    speculation: Literal["none", "ngram"]
+    num_draft_tokens: Count
+    max_ngram_size: Count
+    max_responses_per_s: Count
+    exclude_input_in_output: Literal[True]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> VLLMParameters:
+        ids = self.gpu_device_ids
+        if len(ids) != self.tp_size or len(set(ids)) != len(ids):
+            raise ValueError(f"gpu_device_ids is {ids}; allowed: as many different ones as tp_size, {self.tp_size}")
+        if not self.enable_chunked_context and self.max_num_tokens < self.max_seq_len:
+            raise ValueError(
+                f"max_num_tokens is {self.max_num_tokens}; without enable_chunked_context a prompt is computed in one "
+                f"step, so allowed are max_seq_len, {self.max_seq_len}, and more"
+            )
+        return self
+
+
 class WordPieceParameters(Row):
     """Engine `wordpiece`: the tokenizer of a sentence embedder."""
 
@@ -242,7 +285,7 @@ class SpeechParameters(Row):
 AnyOcrParameters = OcrNetworkParameters | OcrNetworkPlan | OcrParameters
 EmbedderParameters = WordPieceParameters | EncoderParameters | EncoderPlan
 ClassifierParameters = ComplexityParameters | ComplexityPlan
-EngineParameters = OpenVINOParameters | ScriptedParameters | TensorRTLLMParameters
+EngineParameters = OpenVINOParameters | ScriptedParameters | TensorRTLLMParameters | VLLMParameters
 AnyParameters = EngineParameters | EmbedderParameters | ClassifierParameters | AnyOcrParameters | SpeechParameters
 # As a row is read: by `engine`, and then, where there are several, by `runtime`.
 ReadParameters = Annotated[

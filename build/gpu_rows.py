@@ -48,3 +48,10 @@ class Container(Row):
     tensorrt: Version
     cuda: Version
     driver: Version
+
+
+class VLLMImage(Row):
+    """The image that serves engines `vllm`, and the version of vLLM in it. It builds nothing that others could not."""
+
+    image: Annotated[str, Field(pattern=r"^[a-z0-9./-]+:[A-Za-z0-9._-]+$")]
+    vllm: Version

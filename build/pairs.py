@@ -16,6 +16,7 @@ from build.engine_rows import (
     NGram,
     PlanParameters,
     TensorRTLLMParameters,
+    VLLMParameters,
 )
 from build.errors import BuildError
 from build.gpu_rows import Container, Gpu
@@ -39,7 +40,8 @@ def check_pairs(target: TargetRow, models: Mapping[str, AnyModelRow]) -> None:
     """Raise `BuildError` for the first engine of `target` that cannot be built or run as its row says."""
     for name, (row, parameters) in target.engines.items():
         model = models[row]
-        if parameters.engine != "tensorrt_llm" and isinstance(model, ModelRow) and model.gguf is None:
+        takes_checkpoints = parameters.engine in ("tensorrt_llm", "vllm")
+        if not takes_checkpoints and isinstance(model, ModelRow) and model.gguf is None:
             raise BuildError(
                 f"{target.name}.toml: models.{name}.model is {row!r}, whose row has no `gguf`, which engine "
                 f"{parameters.engine!r} is made from"
@@ -55,10 +57,26 @@ def check_pairs(target: TargetRow, models: Mapping[str, AnyModelRow]) -> None:
             *(_engine_faults if parameters.runtime == "engine" else _llmapi_faults)(parameters, settings),
         ):
             raise BuildError(f"{target.name}.toml: models.{name}.{fault}")
+    for name, (settings, vllm) in target.vllm_engines.items():
+        model = models[settings.model or ""]
+        assert isinstance(model, ModelRow)
+        for fault in _vllm_faults(vllm, model):
+            raise BuildError(f"{target.name}.toml: models.{name}.{fault}")
     for name, (settings, plan) in target.plans.items():
         assert target.gpu is not None  # the row's own rule
         for fault in _plan_faults(plan, models[settings.model or ""], target.gpu):
             raise BuildError(f"{target.name}.toml: models.{name}.{fault}")
+
+
+def _vllm_faults(parameters: VLLMParameters, model: ModelRow) -> Iterator[str]:
+    numbers = model.architecture
+    if parameters.max_seq_len > numbers.context_window:
+        yield f"parameters.max_seq_len is {parameters.max_seq_len}; {model.name!r} takes up to {numbers.context_window}"
+    if numbers.num_attention_heads % parameters.tp_size:
+        yield (
+            f"parameters.tp_size is {parameters.tp_size}; it must divide the {numbers.num_attention_heads} attention "
+            f"heads of {model.name!r}"
+        )
 
 
 def _plan_faults(parameters: PlanParameters, model: AnyModelRow, gpu: Gpu) -> Iterator[str]:

@@ -16,6 +16,7 @@ from build.complexity_onnx import quantize, write_complexity_onnx
 from build.e5_file import read_e5
 from build.engine_rows import AdapterRow, AnyParameters, ComplexityParameters, PlanParameters, TensorRTLLMParameters
 from build.fetch import cached_path, fetch
+from build.gguf_checkpoint import write_checkpoint
 from build.gpu_rows import Container, Gpu
 from build.lora import write_lora
 from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow, OcrRow, PackagedFile
@@ -254,6 +255,30 @@ def install_llmapi(job: Job) -> None:
             shutil.copytree(product.path(job.cache), job.folder / name, ignore=shutil.ignore_patterns(".*"))
 
 
+def vllm_checkpoint(job: Job) -> Product | None:
+    """The checkpoint of a model that has no GGUF."""
+    return None if job.llm.gguf is not None else checkpoint(job)
+
+
+def fetch_gguf(job: Job) -> None:
+    """The GGUF of a model that has one, into the cache."""
+    if job.llm.gguf is not None:
+        fetch(job.llm.gguf, job.cache)
+
+
+def install_vllm(job: Job) -> None:
+    """`checkpoint/` and `tokenizer/`, out of the GGUF, or the downloaded ones."""
+    product = vllm_checkpoint(job)
+    if product is None:
+        write_tokenizer(job.gguf, job.llm, job.folder / "tokenizer")
+        write_checkpoint(job.gguf, job.llm, job.folder / "checkpoint")
+        return
+    source = product.path(job.cache)
+    copy_tokenizer(source, job.llm, job.folder / "tokenizer")
+    # Not the downloader's own notes.
+    shutil.copytree(source, job.folder / "checkpoint", ignore=shutil.ignore_patterns(".*"))
+
+
 def install_adapters(job: Job) -> None:
     """`lora/<name>/`: the two tensors of each adapter."""
     for adapter in job.trtllm.adapters:
@@ -331,6 +356,14 @@ RECIPES[LLMAPI] = Recipe(
 )
 
 
+RECIPES["vllm"] = Recipe(
+    steps=(
+        Step("fetch weights", fetch_gguf),
+        _command("fetch checkpoint", vllm_checkpoint),
+        Step("install checkpoint", install_vllm),
+    ),
+    tools=("gguf", "ml-dtypes", "numpy", "safetensors", "tokenizers"),
+)
 RECIPES[PLAN] = Recipe(
     steps=(
         _command("write graph", graph),

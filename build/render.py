@@ -14,7 +14,7 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from build.engine_rows import PlanParameters, TensorRTLLMParameters
+from build.engine_rows import PlanParameters, TensorRTLLMParameters, VLLMParameters
 from build.errors import BuildError
 from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow, SpeechRow
 from build.plan import EnginePlan
@@ -105,7 +105,8 @@ def engine_parameters(
             "context_window": model.architecture.context_window,
             "vocab_size": model.architecture.vocab_size,
         }
-    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
+    # Lists and booleans as in JSON.
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
 
 
 def _is_llmapi(settings: TritonModel) -> bool:
@@ -163,7 +164,7 @@ def _engine_tier(row: TierRow, model: AnyModelRow, target: TargetRow) -> Tier:
     _, parameters = target.engines[row.model]
     is_trtllm = isinstance(parameters, TensorRTLLMParameters)
     # An engine may take less than its model could.
-    limit = parameters.max_seq_len if isinstance(parameters, TensorRTLLMParameters) else None
+    limit = parameters.max_seq_len if isinstance(parameters, (TensorRTLLMParameters, VLLMParameters)) else None
     is_text = _is_llmapi(target.models[row.model])
     return Tier(
         name=row.name,

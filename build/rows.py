@@ -22,9 +22,10 @@ from build.engine_rows import (
     ReadParameters,
     SpeechParameters,
     TensorRTLLMParameters,
+    VLLMParameters,
 )
 from build.errors import BuildError
-from build.gpu_rows import Container, Gpu
+from build.gpu_rows import Container, Gpu, VLLMImage
 from build.model_rows import (
     AnyModelRow,
     ComplexityRow,
@@ -110,6 +111,11 @@ class TritonModel(Row):
             )
         if isinstance(self.parameters, PlanParameters):
             self._check_plan(self.parameters)
+        if isinstance(self.parameters, VLLMParameters) and self.instance_count != 1:
+            raise ValueError(
+                f"instance_count is {self.instance_count}; engine 'vllm' has 1, which takes all of gpu_device_ids; "
+                "name another engine model for other GPUs"
+            )
         return self
 
     def _check_plan(self, parameters: PlanParameters) -> None:
@@ -159,6 +165,7 @@ class TargetRow(Row):
 
     `ensembles` are Triton models that join others of `models`; all there is to say of one is its config.pbtxt.
     `gpu` and `container` say where its engines and plans are built and run; without TensorRT-LLM they are left out.
+    `vllm` says which image runs its engines `vllm`.
     """
 
     name: Name
@@ -173,6 +180,7 @@ class TargetRow(Row):
     safety: SafetyPolicy = SafetyPolicy()
     gpu: Gpu | None = None
     container: Container | None = None
+    vllm: VLLMImage | None = None
 
     @model_validator(mode="after")
     def _models_fit_together(self) -> TargetRow:
@@ -209,6 +217,8 @@ class TargetRow(Row):
         has_engines = bool(self.trtllm_engines)
         if (self.gpu is not None, self.container is not None) != (has_engines, has_engines):
             raise ValueError("gpu, container: both with engines 'tensorrt_llm', neither without")
+        if (self.vllm is not None) != bool(self.vllm_engines):
+            raise ValueError("vllm: required with engines 'vllm', and left out without")
         if self.plans and not has_engines:
             raise ValueError(
                 f"models.{next(iter(self.plans))}.parameters.runtime is 'tensorrt', which needs a GPU; this target has "
@@ -237,6 +247,15 @@ class TargetRow(Row):
             name: (model, model.parameters)
             for name, model in self.models.items()
             if isinstance(model.parameters, TensorRTLLMParameters)
+        }
+
+    @property
+    def vllm_engines(self) -> dict[str, tuple[TritonModel, VLLMParameters]]:
+        """The same of the engines `vllm`."""
+        return {
+            name: (model, model.parameters)
+            for name, model in self.models.items()
+            if isinstance(model.parameters, VLLMParameters)
         }
 
     @property
@@ -330,6 +349,20 @@ def list_targets(folder: Path = HERE / "targets") -> list[str]:
     return sorted(path.stem for path in folder.glob("*.toml"))
 
 
+def name_with_runtime(name: str, runtime: str | None) -> str:
+    """The target `name` as it is with another `runtime` of its language models: a row of its own.
+
+    Raises `BuildError` naming the targets that have it.
+    """
+    if runtime is None:
+        return name
+    found = f"{name}-{runtime}"
+    if found not in list_targets():
+        names = [each.removesuffix(f"-{runtime}") for each in list_targets() if each.endswith(f"-{runtime}")]
+        raise BuildError(f"--runtime: target {name!r} has no {runtime!r}; targets that have: {', '.join(names)}")
+    return found
+
+
 def load_target(name: str, folder: Path = HERE / "targets") -> TargetRow:
     """The row of target `name`; raises `BuildError` if there is none and `ConfigError` if it is wrong.
 
@@ -347,10 +380,12 @@ def load_target(name: str, folder: Path = HERE / "targets") -> TargetRow:
 
 
 def _put_over(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with what `over` says: tables are joined, all else is replaced."""
+    """`base` with what `over` says: tables are joined, all else is replaced, and so are another engine's parameters."""
     merged = dict(base)
     for key, value in over.items():
         is_table = isinstance(value, dict) and isinstance(base.get(key), dict)
+        if is_table and "engine" in value and value["engine"] != base[key].get("engine"):
+            is_table = False
         merged[key] = _put_over(base[key], value) if is_table else value
     return merged
 

@@ -38,7 +38,7 @@ def write_tokenizer(gguf: Path, model: ModelRow, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(tokenizer, model))
-    _write_json(folder / "config.json", _model_config(model))
+    _write_json(folder / "config.json", model_config(model))
 
 
 def write_word_pieces(source: Path, model: EmbedderRow, path: Path) -> None:
@@ -144,7 +144,8 @@ def _tokenizer_config(tokenizer: Tokenizer, model: ModelRow) -> dict[str, Any]:
     }
 
 
-def _model_config(model: ModelRow) -> dict[str, Any]:
+def model_config(model: ModelRow) -> dict[str, Any]:
+    """config.json, as transformers reads it."""
     numbers, ids = model.architecture, model.token_ids
     return {
         "architectures": ["LlamaForCausalLM"],

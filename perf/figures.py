@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "perf" / "results"
-_MARKED = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- /figures -->)", re.DOTALL)
+_MARKED = {
+    name: re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL) for name in ("figures", "h100")
+}
 
 Result = Mapping[str, Any]
 
@@ -157,33 +159,66 @@ FIGURES: dict[str, Callable[[Result], list[Figure]]] = {
 }
 
 
+def _h100(result: Result) -> list[Figure]:
+    lines = []
+    for name, part in (("BF16", result["speed-bf16"]), ("FP8", result["speed-fp8"])):
+        bare, stack = part["bare"], part["stack"]
+        for streams, bar in (("64", 0.95), ("256", 0.9)):
+            ratio = part["ratios"]["tokens_per_s_over_bare"][streams]
+            rate, of_rate = (f"{side['loads'][streams]['tokens_per_s']:,.0f}" for side in (stack, bare))
+            what = f"tokens/s out of SSE ÷ AsyncLLM alone, {name}, {streams} streams"
+            lines.append(Figure(what, f"{ratio:.3f} ({rate} ÷ {of_rate})", ratio, "≥", bar))
+    bf16, fp8 = result["speed-bf16"], result["speed-fp8"]
+    own = bf16["ratios"]["tokens_per_s_over_own"]
+    others = ", ".join(f"{ratio:.2f} at {streams}" for streams, ratio in own.items())
+    lines.append(Figure("tokens/s out of SSE ÷ out of vLLM's own server, BF16", others, min(own.values()), "≥", 1))
+    for name, part in (("BF16", bf16), ("FP8", fp8)):
+        first_ms = part["stack"]["ttft_ms"]["512"]["p50"]
+        beside = f"AsyncLLM alone {part['bare']['ttft_ms']['512']['p50']:.1f}"
+        what = f"first token of a prompt of 512 tokens, one stream, {name}, p50"
+        lines.append(Figure(what, f"{first_ms:.1f} ms ({beside})", first_ms, "≤", 22, " ms"))
+    rates = [part["stack"]["loads"]["1"]["tokens_per_s"] for part in (fp8, bf16)]
+    ratio = rates[0] / rates[1]
+    lines.append(Figure("FP8 ÷ BF16, one stream", f"{ratio:.2f} ({rates[0]:.0f} ÷ {rates[1]:.0f})", ratio, "≥", 1.35))
+    for name, part in (("BF16", bf16), ("FP8", fp8)):
+        cache = part["prefix_cache"]
+        text = f"{cache['ratio']:.1f} ({cache['cold_ms']['p50']:.1f} ÷ {cache['cached_ms']['p50']:.1f} ms)"
+        what = f"first token behind 4,000 new tokens ÷ behind 4,000 cached ones, {name}"
+        lines.append(Figure(what, text, cache["ratio"], "≥", 5))
+    return lines
+
+
 def load(name: str) -> Result:
     """A result of `perf/results/`."""
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return result
 
 
-def table() -> str:
-    """The table, in Markdown."""
-    lines = ["| what | measured | bar |", "| --- | --- | --- |"]
-    for name, read in FIGURES.items():
-        lines += [figure.row() for figure in read(load(name))]
-    return "\n".join(lines) + "\n"
+def tables() -> dict[str, str]:
+    """The tables in Markdown, by the name of their marks."""
+    of_cpu = [figure for name, read in FIGURES.items() for figure in read(load(name))]
+    return {name: _table(lines) for name, lines in (("figures", of_cpu), ("h100", _h100(load("h100"))))}
+
+
+def _table(lines: list[Figure]) -> str:
+    rows = ["| what | measured | bar |", "| --- | --- | --- |", *(figure.row() for figure in lines)]
+    return "\n".join(rows) + "\n"
 
 
 def figures(*, write: bool) -> str:
-    """The table; `write` also puts it into README. Raises `ValueError` if README has no marks for it."""
-    text = table()
+    """The tables; `write` also puts them into README. Raises `ValueError` if README has no marks for one."""
+    found = tables()
     if write:
         readme = README.read_text(encoding="utf-8")
-        new, num = _MARKED.subn(lambda _: text, readme)
-        if num != 1:
-            raise ValueError(f"README.md: has {num} places between <!-- figures --> and <!-- /figures -->; needs one")
-        README.write_text(new, encoding="utf-8")
-    return text
+        for name, text in found.items():
+            readme, num = _MARKED[name].subn(text.replace("\\", r"\\"), readme)
+            if num != 1:
+                raise ValueError(f"README.md: has {num} places between <!-- {name} --> and <!-- /{name} -->; needs one")
+        README.write_text(readme, encoding="utf-8")
+    return "\n".join(found.values())
 
 
-def in_readme() -> str:
-    """The table as README has it."""
-    found = _MARKED.search(README.read_text(encoding="utf-8"))
-    return "" if found is None else found.group()
+def in_readme() -> dict[str, str]:
+    """The tables as README has them."""
+    readme = README.read_text(encoding="utf-8")
+    return {name: found.group() for name, marked in _MARKED.items() if (found := marked.search(readme))}

@@ -1,4 +1,4 @@
-"""A lean client of `/v1/chat/completions`: while an answer comes it only records bytes and times.
+"""A lean client of `/v1/chat/completions` and `/v1/completions`: while an answer comes it only records bytes and times.
 
 The client runs on the cores it measures, so nothing is parsed before the answer is over.
 """
@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from perf.errors import PerfError
 
+CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 TIMEOUT_S = 60.0
 MODEL = "simple"  # what choosing a tier adds is measured by itself
 _RECEIVE_BYTES = 1 << 16
@@ -57,8 +58,9 @@ def chat_body(prompt: str, max_tokens: int) -> bytes:
 class SseConnection:
     """One keep-alive connection, one request at a time. A context manager."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, path: str = CHAT_PATH) -> None:
         address = urlsplit(url)
+        self._path = path
         self._host = address.netloc
         self._socket = socket.create_connection((address.hostname, address.port), TIMEOUT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -83,7 +85,7 @@ class SseConnection:
         self._raw.clear()
         self._arrivals.clear()
         head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+            f"POST {self._path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         self._socket.sendall(head.encode() + body)
@@ -118,7 +120,12 @@ class SseConnection:
 
     def answer(self) -> Answer:
         """The complete answer, parsed. Raises `PerfError` for an error event or without text or usage."""
-        times: list[float] = []
+        pieces, num_tokens = self.pieces()
+        return Answer(self._sent_s, pieces[0][1], pieces[-1][1], len(pieces), num_tokens)
+
+    def pieces(self) -> tuple[list[tuple[str, float]], int]:
+        """Each text of the complete answer with the time it had arrived, and the number of tokens; as `answer`."""
+        pieces: list[tuple[str, float]] = []
         num_tokens = None
         for event, num_bytes in _events(self._raw):
             if event == b"[DONE]":
@@ -126,13 +133,17 @@ class SseConnection:
             chunk = json.loads(event)
             if "error" in chunk:
                 raise PerfError(f"http://{self._host}: {chunk['error']['message']}")
-            if any(choice["delta"].get("content") for choice in chunk["choices"]):
-                times.append(self._arrivals[bisect_left(self._arrivals, (num_bytes,))][1])
+            texts = [
+                choice["delta"].get("content") if "delta" in choice else choice["text"] for choice in chunk["choices"]
+            ]
+            if any(texts):
+                time_s = self._arrivals[bisect_left(self._arrivals, (num_bytes,))][1]
+                pieces.append(("".join(text for text in texts if text), time_s))
             if chunk.get("usage"):
                 num_tokens = chunk["usage"]["completion_tokens"]
-        if not times or num_tokens is None:
-            raise PerfError(f"http://{self._host}: the stream ended without {'usage' if times else 'any text'}")
-        return Answer(self._sent_s, times[0], times[-1], len(times), num_tokens)
+        if not pieces or num_tokens is None:
+            raise PerfError(f"http://{self._host}: the stream ended without {'usage' if pieces else 'any text'}")
+        return pieces, num_tokens
 
 
 def _events(raw: bytes | bytearray) -> Iterator[tuple[bytes, int]]:

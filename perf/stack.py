@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from orchestrator.streaming.tokenizer import ChatTokenizer
 from perf.errors import PerfError
 from perf.report import say
 
-_READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 120.0
 _POLL_INTERVAL_S = 0.05
 _DRAIN_TIMEOUT_S = 5.0
 # `serve` ends its children in order: drain time for the gateway, then for Triton, with its own margins.
@@ -33,6 +34,7 @@ class Stack:
     artifact: Path
     gateway_url: str
     triton_grpc_url: str
+    triton_metrics_url: str
     triton_log: Path
     serve_pid: int
 
@@ -56,8 +58,10 @@ def find_artifact(artifacts: Path, target: str) -> Path:
 
 
 @contextmanager
-def running_stack(artifact: Path) -> Iterator[Stack]:
-    """Serve `artifact` until the block ends, however it ends.
+def running_stack(
+    artifact: Path, *more_flags: str, logs: Path | None = None, ready_timeout_s: float = READY_TIMEOUT_S
+) -> Iterator[Stack]:
+    """Serve `artifact` until the block ends, however it ends. With `logs` its logs are kept in that folder.
 
     Raises `PerfError` with the last lines of `serve`'s output when it does not become ready.
     """
@@ -69,28 +73,40 @@ def running_stack(artifact: Path) -> Iterator[Stack]:
             *(f"{flag}=0" for flag in flags),
             f"--run-dir={run_dir}",
             f"--drain-timeout-s={_DRAIN_TIMEOUT_S}",
+            *more_flags,
         ]
         say(f"starting {artifact}")
         with (run_dir / "serve.log").open("wb") as log:
             # In a session of its own Ctrl-C does not reach it: it is stopped once, in order, below.
             serve = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
-            yield _wait_until_ready(serve, artifact, run_dir)
+            yield _wait_until_ready(serve, artifact, run_dir, ready_timeout_s)
             _check_running(serve, run_dir)
         finally:
             _stop(serve)
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+                for log_file in run_dir.glob("*.log"):
+                    shutil.copyfile(log_file, logs / log_file.name)
 
 
-def _wait_until_ready(serve: subprocess.Popen[bytes], artifact: Path, run_dir: Path) -> Stack:
+def _wait_until_ready(serve: subprocess.Popen[bytes], artifact: Path, run_dir: Path, timeout_s: float) -> Stack:
     ready_file = run_dir / "serve.json"
-    deadline_s = time.monotonic() + _READY_TIMEOUT_S
+    deadline_s = time.monotonic() + timeout_s
     while not ready_file.exists():
         _check_running(serve, run_dir)
         if time.monotonic() > deadline_s:
-            raise PerfError(f"{artifact}: not ready after {_READY_TIMEOUT_S:.0f} s")
+            raise PerfError(f"{artifact}: not ready after {timeout_s:.0f} s")
         time.sleep(_POLL_INTERVAL_S)
     facts = json.loads(ready_file.read_text(encoding="utf-8"))
-    return Stack(artifact, facts["gateway_url"], facts["triton_grpc_url"], Path(facts["logs"]["triton"]), serve.pid)
+    return Stack(
+        artifact,
+        facts["gateway_url"],
+        facts["triton_grpc_url"],
+        facts["triton_metrics_url"],
+        Path(facts["logs"]["triton"]),
+        serve.pid,
+    )
 
 
 def _check_running(serve: subprocess.Popen[bytes], run_dir: Path) -> None:

@@ -2,7 +2,8 @@
 
 `Engine` is the seam the Triton model talks to. An engine that is a step function at heart (OpenVINO GenAI, the
 scripted one) is a `Stepper`; `engines.worker` is the process that steps it, `engines.process` the `Engine` in front.
-`create_stepper` chooses by the name that the target's row gives, and only then imports the heavy library.
+`create_stepper` chooses by the name that the target's row gives, and only then imports the heavy library. vLLM is no
+stepper: `engines.vllm` runs in the worker's place.
 """
 
 from __future__ import annotations
@@ -141,4 +142,4 @@ def create_stepper(parameters: Mapping[str, str], model_dir: Path) -> Stepper:
         from orchestrator.engines.scripted import ScriptedStepper
 
         return ScriptedStepper.load(model_dir, parameters)
-    raise ValueError(f"parameters.engine: {name!r} is not an engine; one of 'openvino', 'scripted'")
+    raise ValueError(f"parameters.engine: {name!r} is not an engine; one of 'openvino', 'scripted', 'vllm'")

@@ -8,8 +8,6 @@ too long or too much memory.
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import re
 import resource
@@ -24,11 +22,11 @@ import openvino
 import openvino_genai as genai
 from openvino import opset13 as ops
 
-from orchestrator import contracts, regexes, schemas
+from orchestrator import contracts
 from orchestrator.engines import EngineRefusal
 from orchestrator.engines.guide_checker import COMPILE_LIMIT_S, COMPILE_TIMEOUT_S, Guide
+from orchestrator.engines.guide_grammar import to_grammar
 from orchestrator.engines.worker import write_line
-from orchestrator.errors import InvalidRequestError
 
 # The lowest: whoever waits for tokens comes before a guide that is new.
 COMPILE_NICENESS = 19
@@ -47,21 +45,7 @@ _NAME = contracts.GUIDED_DECODING_GUIDE.name
 
 def to_structured_output(guide: Guide) -> genai.StructuredOutputConfig:
     """The guide in GenAI's words. Raises `EngineRefusal` for what a grammar cannot say."""
-    return genai.StructuredOutputConfig(grammar=_to_grammar(guide))
-
-
-@functools.lru_cache(maxsize=64)
-def _to_grammar(guide: Guide) -> str:
-    """The guide as EBNF: xgrammar's own converters skip what they do not know; type json is any JSON object."""
-    text = guide.text or ""
-    try:
-        if guide.type == "regex":
-            return regexes.to_grammar(text, _NAME)
-        if guide.type == "ebnf_grammar":
-            return text
-        return schemas.to_grammar(json.loads(text) if text else {"type": "object"}, _NAME)
-    except InvalidRequestError as error:
-        raise EngineRefusal(error.message) from error
+    return genai.StructuredOutputConfig(grammar=to_grammar(guide.type, guide.text))
 
 
 class GuideCompiler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import subprocess
 import threading
@@ -16,6 +17,9 @@ from orchestrator.engines.worker import write_line
 
 log = logging.getLogger("orchestrator.engine")
 
+# The Python that runs the engine, where it is not the one of Triton's models: vLLM's numpy is too new for theirs.
+PYTHON_VARIABLE = "TRITON_REALTIME_ENGINE_PYTHON"
+
 
 class ProcessEngine:
     """Starts the worker, waits until it has loaded, and passes requests and chunks on.
@@ -25,9 +29,11 @@ class ProcessEngine:
 
     def __init__(self, parameters: Mapping[str, str], model_dir: Path) -> None:
         # Triton's stub is no Python interpreter; like it, we take the first python3 in PATH.
-        python = shutil.which("python3")
+        named = os.environ.get(PYTHON_VARIABLE)
+        python = shutil.which(named or "python3")
         if python is None:
-            raise RuntimeError("no python3 in PATH to run the engine with")
+            fault = f"{PYTHON_VARIABLE}: no {named}" if named else "no python3"
+            raise RuntimeError(f"{fault} in PATH to run the engine with")
         self._process = subprocess.Popen(
             [python, "-m", "orchestrator.engines.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

@@ -36,15 +36,15 @@ class CommandReader:
     """Reads JSON lines from a file descriptor without ever waiting longer than asked."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
         self._partial = b""
         self.is_closed = False
 
     def read(self, *, wait: bool) -> list[dict[str, Any]]:
         """The commands that have arrived; with `wait` at least one, unless the input ends."""
         commands: list[dict[str, Any]] = []
-        while not self.is_closed and select.select([self._fd], [], [], None if wait and not commands else 0)[0]:
-            data = os.read(self._fd, READ_BYTES)
+        while not self.is_closed and select.select([self.fd], [], [], None if wait and not commands else 0)[0]:
+            data = os.read(self.fd, READ_BYTES)
             self.is_closed = not data
             *lines, self._partial = (self._partial + data).split(b"\n")
             commands += [json.loads(line) for line in lines]
@@ -124,7 +124,13 @@ def main() -> None:
     commands = CommandReader(0)
     try:
         settings, *_ = commands.read(wait=True)
-        stepper = create_stepper(settings["parameters"], Path(settings["model_dir"]))
+        parameters, model_dir = settings["parameters"], Path(settings["model_dir"])
+        if parameters.get("engine") == "vllm":  # it steps by itself
+            from orchestrator.engines.vllm import run_worker
+
+            run_worker(parameters, model_dir, commands, out_fd)
+            return
+        stepper = create_stepper(parameters, model_dir)
         write_line(out_fd, {"ready": True, "kv_cache_usage": stepper.kv_cache_usage()})
         Worker(stepper, commands, out_fd).run()
     except Exception as error:

@@ -35,8 +35,9 @@ _RESTRICTED_KEY_HEADER = "x-triton-realtime-key"
 # Exactly our headers: Triton matches anywhere in the name (RE2 PartialMatch), hence the anchors.
 HEADER_PATTERN = f"(?i)^({'|'.join(FORWARDED_HEADERS)})$"
 
-# A stub that loads an LLM answers its first health check late on a busy machine; Triton's default is 30 s.
-_STUB_TIMEOUT_S = 120
+# A stub that loads an LLM answers its first health check late on a busy machine, and vLLM compiles for a minute or two
+# before; Triton's default is 30 s. Whatever takes longer, `serve` does not wait for either.
+_STUB_TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,10 @@ def test_tiers_are_what_the_orchestrator_reads(tmp_path: Path, name: str) -> Non
     path.write_text(to_toml(tiers.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
     assert load_tiers(path) == tiers
     assert tiers.tier[0].tokenizer == "model_repository/llm_small/1/tokenizer"
-    if target.gpu is None:
+    if target.vllm is not None:
+        assert tiers.tier[0].context_window == target.vllm_engines["llm_small"][1].max_seq_len < 131072
+        assert tiers.tier[0].has_guides
+    elif target.gpu is None:
         assert (tiers.tier[0].context_window, tiers.tier[0].end_id, tiers.tier[0].pad_id) == (8192, 2, 2)
     else:
         # What the engine was built for, not what its model could.

@@ -11,7 +11,7 @@ from build.model_rows import EmbedderRow
 from build.pairs import check_pairs
 from build.recipes import RECIPES
 from build.render import make_tiers
-from build.rows import HERE, list_targets, load_models, load_target
+from build.rows import HERE, list_targets, load_models, load_target, name_with_runtime
 from orchestrator.config import ConfigError, read_toml
 
 
@@ -62,6 +62,56 @@ def test_what_an_extension_says_of_a_table_is_put_over_it(tmp_path: Path) -> Non
     assert mine.models == base.models
 
 
+def test_another_runtime_is_a_row_of_its_own() -> None:
+    assert name_with_runtime("h100", None) == "h100"
+    assert name_with_runtime("h100", "vllm") == "h100-vllm"
+    with pytest.raises(BuildError, match="--runtime: target 'cpu' has no 'vllm'; targets that have: h100"):
+        name_with_runtime("cpu", "vllm")
+
+
+def test_h100_in_vllm_is_cpu_with_other_engines() -> None:
+    cpu, vllm = load_target("cpu"), load_target("h100-vllm")
+    assert set(vllm.models) - set(cpu.models) == {"llm_large"}
+    assert set(vllm.vllm_engines) == set(vllm.engines) == {"llm_small", "llm_large"}
+    engines = {"llm_small", "llm_large"}
+    assert {name: each for name, each in vllm.models.items() if name not in engines} == {
+        name: each for name, each in cpu.models.items() if name not in engines
+    }
+    parameters = vllm.models["llm_small"].parameters
+    assert parameters is not None and "max_tokens_in_paged_kv_cache" not in parameters.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "message"),
+    [
+        ("instance_count = 1\nmodel", "instance_count = 2\nmodel", ConfigError, "instance_count is 2; engine 'vllm'"),
+        ("gpu_device_ids = [0, 1]", "gpu_device_ids = [0]", ConfigError, r"gpu_device_ids is \[0\]; .* tp_size, 2"),
+        ("gpu_device_ids = [0, 1]", "gpu_device_ids = [1, 1]", ConfigError, r"gpu_device_ids is \[1, 1\]; allowed"),
+        ("enable_chunked_context = true", "enable_chunked_context = false", ConfigError, "max_num_tokens is 8192"),
+        ("gpu_memory_share = 0.3", "gpu_memory_share = 1.3", ConfigError, "gpu_memory_share: .*less than 1"),
+        ('\nvllm = "0.22.1"', "", ConfigError, "vllm.vllm: Field required"),
+        ("max_seq_len = 16384", "max_seq_len = 163840", BuildError, "max_seq_len is 163840; 'llama-3.1-8b-"),
+        (
+            "tp_size = 2\ngpu_device_ids = [0, 1]",
+            "tp_size = 3\ngpu_device_ids = [0, 1, 2]",
+            BuildError,
+            "tp_size is 3; it must divide the 64 attention heads of 'llama-3.1-70b",
+        ),
+    ],
+)
+def test_a_vllm_row_that_cannot_be_is_refused(
+    tmp_path: Path, old: str, new: str, error: type[Exception], message: str
+) -> None:
+    folder = HERE / "targets"
+    (tmp_path / "cpu.toml").write_text((folder / "cpu.toml").read_text())
+    text = (folder / "h100-vllm.toml").read_text()
+    assert old in text
+    (tmp_path / "h100-vllm.toml").write_text(text.replace(old, new))
+    with pytest.raises(error, match=message):
+        target = load_target("h100-vllm", tmp_path)
+        check_pairs(target, load_models(target))
+
+
 def test_a_speech_model_is_named_as_its_engine(tmp_path: Path) -> None:
     text = (HERE / "targets" / "cpu-voice.toml").read_text().replace("[models.vad", "[models.ears")
     (tmp_path / "cpu.toml").write_text((HERE / "targets" / "cpu.toml").read_text())
@@ -91,8 +141,8 @@ def test_tiers_of_cpu_go_from_cheap_to_dear() -> None:
         ('speculation = "none"', 'speculation = "eagle"', r"'none' or 'prompt_lookup' \(got 'eagle'\)"),
         (
             'engine = "openvino"',
-            'engine = "vllm"',
-            r"models\.llm_small\.parameters: .*'openvino', 'scripted'",
+            'engine = "llama"',
+            r"models\.llm_small\.parameters: .*'openvino', 'scripted', 'tensorrt_llm', 'vllm'",
         ),
         ('model = "smollm2-135m-instruct"\n', "", r"an engine needs both `model` and `parameters`"),
         (

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from perf import figures
-from perf.figures import FIGURES, RESULTS, Figure, in_readme, load, table
+from perf.figures import FIGURES, RESULTS, Figure, in_readme, load, tables
 
 
 def test_readme_has_the_figures_of_the_files() -> None:
-    assert in_readme() == table(), "python -m perf figures --write"
+    assert in_readme() == tables(), "python -m perf figures --write"
 
 
 def test_every_figure_is_of_its_own_command() -> None:
@@ -28,14 +28,16 @@ def test_a_missed_bar_is_said() -> None:
     assert Figure("cost", "12 µs").row() == "| cost | 12 µs |  |"
 
 
-def test_the_table_is_put_between_the_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_put_between_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = tmp_path / "README.md"
     monkeypatch.setattr(figures, "README", readme)
-    readme.write_text("before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n")
-    text = figures.figures(write=True)
-    assert readme.read_text() == f"before\n<!-- figures -->\n{text}<!-- /figures -->\nafter\n"
-    assert in_readme() == text
-    readme.write_text("no place")
-    with pytest.raises(ValueError, match="needs one"):
+    places = [f"<!-- {name} -->\n{{}}<!-- /{name} -->\n" for name in tables()]
+    text = "before\n" + "between\n".join(places) + "after\n"
+    readme.write_text(text.format("old\n", ""))
+    figures.figures(write=True)
+    assert readme.read_text() == text.format(*tables().values())
+    assert in_readme() == tables()
+    readme.write_text(places[0])
+    with pytest.raises(ValueError, match="has 0 places between <!-- h100 -->"):
         figures.figures(write=True)
-    assert readme.read_text() == "no place"
+    assert readme.read_text() == places[0]

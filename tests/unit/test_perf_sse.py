@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from perf.errors import PerfError
-from perf.sse import SseConnection, chat_body
+from perf.sse import COMPLETIONS_PATH, SseConnection, chat_body
 from perf.sse_load import load
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -115,3 +115,11 @@ def test_load_adds_up_all_streams() -> None:
         result = load(url, ["x", "y", "z"], 5)
     assert (result["tokens"], result["events"]) == (15, 6)
     assert result["seconds"] > 0
+
+
+def test_completions_have_their_text_in_another_place() -> None:
+    pieces = [event({"choices": [{"text": text}]}) for text in ("a", "", "b")]
+    with server(HEAD, *pieces, event(USAGE), END) as url, SseConnection(url, COMPLETIONS_PATH) as connection:
+        connection.ask(b"{}")
+        texts, num_tokens = connection.pieces()
+    assert ([text for text, _ in texts], num_tokens) == (["a", "b"], 5)

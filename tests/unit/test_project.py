@@ -131,6 +131,7 @@ HEAVY = {
     "triton_python_backend_utils": ("triton/",),
     "usearch": ("cache/index.py",),
     "uvicorn": ("gateway/",),
+    "vllm": ("engines/vllm.py",),
     "websockets": ("talk.py",),
 }
 

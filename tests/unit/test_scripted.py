@@ -191,9 +191,9 @@ def test_it_is_created_by_name(tokenizer_dir: Path) -> None:
 
 
 def test_an_engine_that_does_not_exist(tmp_path: Path) -> None:
-    message = "parameters.engine: 'vllm' is not an engine; one of 'openvino', 'scripted'"
+    message = "parameters.engine: 'llama' is not an engine; one of 'openvino', 'scripted', 'vllm'"
     with pytest.raises(ValueError, match=message):
-        create_stepper({**PARAMETERS, "engine": "vllm"}, tmp_path)
+        create_stepper({**PARAMETERS, "engine": "llama"}, tmp_path)
 
 
 @pytest.mark.parametrize(("key", "value"), [("itl", "5"), ("itl_ms", "-5"), ("vocab_size", "many")])

@@ -1,0 +1,78 @@
+"""A worker: many streams of `/v1/completions` at once, from one thread. `python -m perf.gpu.load URL MODEL`
+
+{"prompts": [[token id, ...], ...], "max_tokens": n, "temperature": t, "seeds": [...] or null, "texts": true if wanted,
+ "ignore_eos": true unless said otherwise} → what `perf.gpu.answers.describe` makes of it, and "texts": [...]
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from perf.errors import PerfError
+from perf.gpu.answers import Timed, describe
+from perf.sse import COMPLETIONS_PATH, SseConnection
+from perf.worker import answer_requests
+
+
+def make_bodies(request: dict[str, Any], model: str) -> list[bytes]:
+    """A body for each prompt."""
+    seeds = request.get("seeds")
+    ignore_eos = request.get("ignore_eos", True)
+    common = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": request["max_tokens"],
+        "temperature": request.get("temperature", 0.0),
+        "top_p": 1.0,
+        **({"ignore_eos": True} if ignore_eos else {}),
+    }
+    return [
+        json.dumps({**common, "prompt": prompt, **({} if seeds is None else {"seed": seeds[index]})}).encode()
+        for index, prompt in enumerate(request["prompts"])
+    ]
+
+
+def load(url: str, model: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Ask all prompts together, each over a connection of its own, opened before.
+
+    Raises `PerfError` for a stream that has not exactly its own number of tokens, unless it may end by itself.
+    """
+    bodies = make_bodies(request, model)
+    with ExitStack() as opened, selectors.DefaultSelector() as selector:
+        connections = [opened.enter_context(SseConnection(url, COMPLETIONS_PATH)) for _ in bodies]
+        for connection in connections:
+            selector.register(connection, selectors.EVENT_READ)
+        started_s = time.monotonic()
+        sent_s = []
+        for connection, body in zip(connections, bodies):
+            connection.send(body)
+            sent_s.append(time.monotonic())
+        num_open = len(connections)
+        while num_open:
+            for key, _ in selector.select():
+                if key.fileobj.receive():  # type: ignore[union-attr]
+                    selector.unregister(key.fileobj)
+                    num_open -= 1
+        answers, texts = [], []
+        for connection, sent in zip(connections, sent_s):
+            pieces, num_tokens = connection.pieces()
+            if request.get("ignore_eos", True) and num_tokens != request["max_tokens"]:
+                raise PerfError(f"{url}: a stream of {request['max_tokens']} tokens had {num_tokens}")
+            answers.append(Timed(sent, [time_s for _, time_s in pieces], num_tokens))
+            texts.append("".join(text for text, _ in pieces))
+    described = describe(answers, started_s)
+    return {**described, "texts": texts} if request.get("texts") else described
+
+
+def main() -> None:
+    answer_requests(lambda request: load(sys.argv[1], sys.argv[2], request))
+
+
+if __name__ == "__main__":
+    main()
