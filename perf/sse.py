@@ -10,7 +10,7 @@ import socket
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from perf.errors import PerfError
@@ -25,14 +25,25 @@ _END_MARK = b"0\r\n\r\n"
 
 
 class Answer(NamedTuple):
-    """One streamed answer. Times are `time.monotonic()`: `sent_s` is when the request's last byte had been
-    handed to the kernel, the others when the first and last text had arrived. Events are those with text."""
+    """One streamed answer. Times are `time.monotonic()`: `sent_s` is when the request's last byte had been handed to
+    the kernel, `times_s` when each event with text had arrived. `rt` is the server's own account of it."""
 
     sent_s: float
-    first_token_s: float
-    last_token_s: float
-    num_events: int
+    times_s: list[float]
     num_tokens: int
+    rt: dict[str, Any]
+
+    @property
+    def first_token_s(self) -> float:
+        return self.times_s[0]
+
+    @property
+    def last_token_s(self) -> float:
+        return self.times_s[-1]
+
+    @property
+    def num_events(self) -> int:
+        return len(self.times_s)
 
     @property
     def ttft_ms(self) -> float:
@@ -119,6 +130,7 @@ class SseConnection:
         """The complete answer, parsed. Raises `PerfError` for an error event or without text or usage."""
         times: list[float] = []
         num_tokens = None
+        rt: dict[str, Any] = {}
         for event, num_bytes in _events(self._raw):
             if event == b"[DONE]":
                 break
@@ -129,9 +141,10 @@ class SseConnection:
                 times.append(self._arrivals[bisect_left(self._arrivals, (num_bytes,))][1])
             if chunk.get("usage"):
                 num_tokens = chunk["usage"]["completion_tokens"]
+            rt = chunk.get("rt", rt)
         if not times or num_tokens is None:
             raise PerfError(f"http://{self._host}: the stream ended without {'usage' if times else 'any text'}")
-        return Answer(self._sent_s, times[0], times[-1], len(times), num_tokens)
+        return Answer(self._sent_s, times, num_tokens, rt)
 
 
 def _events(raw: bytes | bytearray) -> Iterator[tuple[bytes, int]]:
