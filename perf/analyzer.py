@@ -6,6 +6,7 @@ mean everywhere else in perf.
 
 from __future__ import annotations
 
+import csv
 import itertools
 import mmap
 import os
@@ -43,6 +44,8 @@ _ANY_STABILITY = "1000000"
 STABILITY = 0.10  # its own default: three windows that differ by at most this much
 # No text can imitate a key: inside a JSON string the quotes are escaped.
 _TIMES = re.compile(rb'"(timestamp|response_timestamps|window_boundaries)":\s?\[?([\d, ]+|(?=\]))')
+_PASS = re.compile(r"Pass \[\d+\] throughput: ([\d.]+) infer/sec\. Avg latency: (\d+) usec")
+_EXPORT, _SUMMARY = "export.json", "summary.csv"
 _STARTING_S, _ENDING_S = 10.0, 60.0
 
 
@@ -159,30 +162,39 @@ def control_header(serve_pid: int) -> str:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model under load: `inputs` is a file of perf_analyzer's `--input-data`; `grpc_url` is host:port."""
+    """A model under load: `inputs` is a file of perf_analyzer's `--input-data`; `grpc_url` is host:port.
+
+    Of one that `is_bulky` perf_analyzer exports no single requests, for it keeps all that they hold, in 16 bytes a
+    number: pixels of a few seconds were 8 GB.
+    """
 
     model: str
     inputs: Path
     grpc_url: str
     header: str
-    is_decoupled: bool
-    is_sequence: bool
+    is_decoupled: bool = False
+    is_sequence: bool = False
+    is_bulky: bool = False
 
-    def command(self, analyzer: Analyzer, level: Level, window_ms: int, export: Path, num_sequences: int) -> list[str]:
+    def command(self, analyzer: Analyzer, level: Level, window_ms: int, folder: Path, num_sequences: int) -> list[str]:
         return [
-            *(str(analyzer.program), "-m", self.model, "-i", "grpc", "-u", self.grpc_url, "-H", self.header),
-            *("--async", f"--input-data={self.inputs}", f"--profile-export-file={export}"),
+            *(str(analyzer.program), "-v", "-m", self.model, "-i", "grpc", "-u", self.grpc_url, "-H", self.header),
+            *("--async", f"--input-data={self.inputs}", "-f", str(folder / _SUMMARY)),
             *(f"--measurement-interval={window_ms}", f"--stability-percentage={_ANY_STABILITY}"),
             f"--max-trials={NUM_WINDOWS}",
+            *(() if self.is_bulky else (f"--profile-export-file={folder / _EXPORT}",)),
             *(("--streaming",) if self.is_decoupled or self.is_sequence else ()),
             *level.flags(num_sequences if self.is_sequence else None),
         ]
 
     def measure(self, analyzer: Analyzer, level: Level, window_ms: int, num_sequences: int = 4) -> dict[str, Any]:
-        """`read_export` of one run. Raises `PerfError` with its last words, which never hold the key."""
+        """`read_export`, or `read_summary` of a bulky one, of one run.
+
+        Raises `PerfError` with its last words, which never hold the key.
+        """
         with tempfile.TemporaryDirectory(prefix="perf-") as scratch:
-            export = Path(scratch) / "export.json"
-            command = self.command(analyzer, level, window_ms, export, num_sequences)
+            folder = Path(scratch)
+            command = self.command(analyzer, level, window_ms, folder, num_sequences)
             # It makes its windows a fifth longer, and waits for what is under way.
             limit_s = _STARTING_S + NUM_WINDOWS * window_ms * 1.2 / 1000 + _ENDING_S
             try:
@@ -191,11 +203,28 @@ class Subject:
                 )
             except subprocess.TimeoutExpired:
                 raise PerfError(f"perf_analyzer, model {self.model}: not done after {limit_s:.0f} s") from None
-            if run.returncode != 0 or not export.exists():
+            if run.returncode != 0 or not (folder / (_SUMMARY if self.is_bulky else _EXPORT)).exists():
                 words = (run.stderr.strip() or run.stdout.strip()).splitlines()[-5:]
                 raise PerfError(f"perf_analyzer, model {self.model}, exit code {run.returncode}: {' '.join(words)}")
-            with export.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+            if self.is_bulky:
+                return read_summary((folder / _SUMMARY).read_text(encoding="utf-8"), run.stdout)
+            with (folder / _EXPORT).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
                 return read_export(raw)
+
+
+def read_summary(table: str, printed: str) -> dict[str, Any]:
+    """What one run's CSV and verbose output say, as `read_export`: here the percentiles are perf_analyzer's own."""
+    (row,) = csv.DictReader(table.splitlines())
+    passes = [(float(rate), float(mean)) for rate, mean in _PASS.findall(printed)][-NUM_WINDOWS:]
+    count = re.search(r"Request count: (\d+)", printed)
+    if count is None or not passes:
+        raise PerfError(f"perf_analyzer: its output is not as expected: {printed[-500:]}")
+    return {
+        "num": int(count[1]),
+        "requests_per_s": round(float(row["Inferences/Second"]), 3),
+        "ms": {f"p{percent}": float(row[f"p{percent} latency"]) / 1000 for percent in (50, 90, 95, 99)},
+        "stable": all(_are_alike(values) for values in zip(*passes)),
+    }
 
 
 def read_export(raw: bytes | mmap.mmap) -> dict[str, Any]:
@@ -249,4 +278,8 @@ def _is_stable(requests: Sequence[tuple[int, Sequence[int]]], bounds_ns: Sequenc
             return False
         counts.append(len(times) / (end - begin))
         means.append(sum(times) / len(times))
-    return all(max(values) <= min(values) * (1 + STABILITY) for values in (counts, means))
+    return _are_alike(counts) and _are_alike(means)
+
+
+def _are_alike(values: Sequence[float]) -> bool:
+    return max(values) <= min(values) * (1 + STABILITY)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from build.errors import BuildError
 from orchestrator import contracts
 from orchestrator.config import Embedder, load_tiers, read_toml
 from orchestrator.embedding.tokenizer import WordPieces
@@ -154,7 +155,10 @@ def _crops() -> Iterator[Request]:
 def _speech() -> npt.NDArray[np.float32]:
     from perf.voice_sounds import two_cities  # the extra `voice`
 
-    return two_cities()
+    try:
+        return two_cities()
+    except BuildError as error:
+        raise PerfError(f"recorded speech: {error}") from error
 
 
 def _sounds() -> Iterator[Request]:

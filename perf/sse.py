@@ -20,13 +20,15 @@ _RECEIVE_BYTES = 1 << 16
 _OK = b"HTTP/1.1 200"
 # How the server writes a delta's text. Text cannot imitate it: inside a JSON string the quotes are escaped.
 _TEXT_MARK = b'"content":"'
+# Where tokens come: what a model thinks aloud has two names in the field.
+_CHANNELS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
 # The last chunk of a chunked body (RFC 9112, section 7.1). A chunk of events ends in "\n\n\r\n" instead.
 _END_MARK = b"0\r\n\r\n"
 
 
 class Answer(NamedTuple):
     """One streamed answer. Times are `time.monotonic()`: `sent_s` is when the request's last byte had been handed to
-    the kernel, `times_s` when each event with text had arrived. `rt` is the server's own account of it."""
+    the kernel, `times_s` when each event with tokens of any channel had arrived. `rt` is the server's own account."""
 
     sent_s: float
     times_s: list[float]
@@ -40,6 +42,11 @@ class Answer(NamedTuple):
     @property
     def last_token_s(self) -> float:
         return self.times_s[-1]
+
+    @property
+    def tpot_ms(self) -> float:
+        """Milliseconds for each token but the first, however many came in one event; 0 where there is but one."""
+        return (self.last_token_s - self.first_token_s) * 1000 / max(1, self.num_tokens - 1)
 
     @property
     def num_events(self) -> int:
@@ -137,7 +144,7 @@ class SseConnection:
             chunk = json.loads(event)
             if "error" in chunk:
                 raise PerfError(f"http://{self._host}: {chunk['error']['message']}")
-            if any(choice["delta"].get("content") for choice in chunk["choices"]):
+            if any(choice["delta"].get(channel) for choice in chunk["choices"] for channel in _CHANNELS):
                 times.append(self._arrivals[bisect_left(self._arrivals, (num_bytes,))][1])
             if chunk.get("usage"):
                 num_tokens = chunk["usage"]["completion_tokens"]

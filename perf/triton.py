@@ -17,12 +17,22 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from orchestrator.contracts import (
+    IMAGE_PREPROCESS_MODEL,
+    OCR_DETECTION_MODEL,
+    OCR_DETECTOR_MODEL,
+    OCR_RECOGNIZER_MODEL,
+)
 from perf.analyzer import Analyzer, Level, Subject, control_header, find_analyzer
 from perf.analyzer_inputs import write_inputs
 from perf.errors import PerfError
 from perf.report import format_table, say
 from perf.stack import Stack, find_artifact, running_stack, served_stack
 
+# Pixels go in, or come out.
+_BULKY = (IMAGE_PREPROCESS_MODEL, OCR_DETECTION_MODEL, OCR_DETECTOR_MODEL, OCR_RECOGNIZER_MODEL)
+# A window without a request ends perf_analyzer's run.
+_LEAST_REQUESTS, _LONGEST_WINDOW_MS = 10, 15_000
 _PROMPTS_A_LEVEL = 1000  # the numbers in front of the prompts of one level
 
 
@@ -79,9 +89,15 @@ def sweep(
             inputs = Path(folder) / "inputs.json"
             for place, model in enumerate(models):
                 config = _read_config(stack.artifact, model)
-                is_decoupled = config.model_transaction_policy.decoupled
-                is_sequence = config.HasField("sequence_batching")
-                subject = Subject(model, inputs, stack.triton_grpc_url, header, is_decoupled, is_sequence)
+                subject = Subject(
+                    model,
+                    inputs,
+                    stack.triton_grpc_url,
+                    header,
+                    is_decoupled=config.model_transaction_policy.decoupled,
+                    is_sequence=config.HasField("sequence_batching"),
+                    is_bulky=model in _BULKY,
+                )
                 about = measured[model] = {"kind": _kind(config), "concurrency": {}, "rate": {}}
                 most = 0.0
                 for level in (
@@ -92,10 +108,11 @@ def sweep(
                         continue  # nothing is known of a model that never answered
                     level = level.of(most)
                     say(f"{model} ({place + 1} of {len(models)}): {level}")
-                    write_inputs(model, stack.artifact, inputs, next(numbers))
                     kind = "concurrency" if level.rate is None else "rate"
                     try:
-                        each = subject.measure(analyzer, level, window_ms, max(concurrency))
+                        write_inputs(model, stack.artifact, inputs, next(numbers))
+                        long_ms = long_enough_ms(level.rate or most, window_ms)
+                        each = subject.measure(analyzer, level, long_ms, max(concurrency))
                     except PerfError as error:
                         each = {"failed": str(error)}
                         result["failed"] = str(error)
@@ -106,6 +123,13 @@ def sweep(
     except KeyboardInterrupt:
         result["interrupted"] = True
     return _table(measured), result
+
+
+def long_enough_ms(rate: float, window_ms: int) -> int:
+    """A window of at least `window_ms` in which about `_LEAST_REQUESTS` fall, `rate` a second (0: not known)."""
+    if rate <= 0:
+        return window_ms
+    return max(window_ms, min(_LONGEST_WINDOW_MS, round(_LEAST_REQUESTS / rate * 1000)))
 
 
 def _read_config(artifact: Path, model: str) -> Any:

@@ -22,7 +22,7 @@ from perf.worker import Worker
 
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 _STEPS = 48  # tokens of each sequence whose steps are timed
-_ROUNDS = 2
+_ROUNDS = 3
 _TTFTS = 8  # requests of each length
 # In prompts: a long one, of some 150 tokens, and those of the sequences whose steps are timed. As long as what the
 # model is held against: prefill is not quite linear, and a step takes longer the more there is to attend to.
@@ -56,10 +56,14 @@ class Gateway:
         return len(self._tokenizer.encode_chat([{"role": "user", "content": prompt}]))
 
     def ask(self, asks: Sequence[tuple[float, str, int]]) -> list[dict[str, Any]]:
-        """`perf.open_load`'s answers. Raises `PerfError` when one failed."""
+        """`perf.open_load`'s answers. Raises `PerfError` when one failed, or is not as long as was asked for."""
         answers: list[dict[str, Any]] = self.worker.ask({"asks": list(asks)})["answers"]
         if failures := [each["failed"] for each in answers if "failed" in each]:
             raise PerfError(f"{len(failures)} of {len(answers)} requests failed: {failures[0]}")
+        if wrong := [each["tokens"] for each, (_, _, asked) in zip(answers, asks) if each["tokens"] != asked]:
+            raise PerfError(
+                f"{len(wrong)} of {len(answers)} answers have another length than was asked for: {wrong[:5]}"
+            )
         return answers
 
     def processor_s(self) -> float:

@@ -19,7 +19,6 @@ from build.engine_rows import OpenVINOParameters
 from build.fetch import cache_folder
 from build.rows import load_models, load_target
 from orchestrator.config import load_tiers
-from perf.errors import PerfError
 from perf.report import say
 from perf.simulation.calibrate import Gateway, calibrate, calibrate_scripted, ttft_s
 from perf.simulation.events import Simulation, describe, points
@@ -28,7 +27,10 @@ from perf.simulation.traffic import Ask, Tier, Tokens
 from perf.stack import find_artifact, running_stack
 from perf.worker import Worker
 
-LOADS = (0.3, 0.6, 0.85)
+# Nearer to 1 nothing could be held against anything: of 1 % that the machine is slower in between, waiting makes 5 % at
+# 0.8 and 10 % at 0.9.
+LOADS = (0.3, 0.5, 0.7)
+_LEAST_REQUESTS = 40  # of a load: fewer have no 95th percentile
 BAR = 0.15
 # Of what is compared, each within `BAR`: the model's figure by the measured one.
 COMPARED = (("ttft_ms", "p50"), ("total_ms", "mean"), ("total_ms", "p50"), ("total_ms", "p95"), ("tokens_per_s", ""))
@@ -41,7 +43,7 @@ _QUESTIONS = (1, 1, 1, 6)  # in a prompt
 
 
 def validate(artifacts: Path, seconds: float, keep: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Both targets, each load for so many seconds; `keep` gets the result after each load too. Raises `PerfError`.
+    """Both targets, each load for at least so many seconds; `keep` gets the result after each too. Raises `PerfError`.
 
     `service` is target cpu's; `worst_error` the largest of all, `within` whether it is within `BAR`.
     """
@@ -107,14 +109,13 @@ def _hold(
     most = _most_per_s(service, gateway, make)
     for load in LOADS:
         rate = load * most
-        say(f"load {load:g}: {rate:.2f} requests a second for {seconds:g} s")
+        lasts_s = max(seconds, _LEAST_REQUESTS / rate)
+        say(f"load {load:g}: {rate:.2f} requests a second for {lasts_s:.0f} s")
         chance, at_s = random.Random(_SEED), 0.0
         asks: list[tuple[float, str, int]] = []
-        while (at_s := at_s + chance.expovariate(rate)) < seconds:
+        while (at_s := at_s + chance.expovariate(rate)) < lasts_s:
             num_tokens = chance.choice(_LENGTHS)
             asks.append((at_s, make(num_tokens, chance), num_tokens))
-        if not asks:
-            raise PerfError(f"load {load:g}: no request falls into {seconds:g} s\nfix: more --seconds")
         answers = gateway.ask(asks)
         simulation = Simulation(service, 1)
         simulation.run((at_s, Ask(_TIER, gateway.count(text), tokens)) for at_s, text, tokens in asks)

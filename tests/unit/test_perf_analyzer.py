@@ -16,11 +16,11 @@ import pytest
 
 from orchestrator.contracts import FRAME_SAMPLES
 from perf import analyzer_inputs
-from perf.analyzer import Analyzer, Level, Subject, control_header, find_analyzer, read_export
+from perf.analyzer import Analyzer, Level, Subject, control_header, find_analyzer, read_export, read_summary
 from perf.analyzer_inputs import write_inputs
 from perf.errors import PerfError
 from perf.processes import descendants
-from perf.triton import _table, choose_models
+from perf.triton import _table, choose_models, long_enough_ms
 
 MS = 1_000_000
 START = 1_795_879_412_738_918_264  # nanoseconds, as it writes them
@@ -93,19 +93,49 @@ def test_an_export_without_requests_says_what_to_do() -> None:
         read_export(export([(0, [500])], [0, 100, 200, 300]))
 
 
+SUMMARY = """\
+Concurrency,Inferences/Second,Client Send,Network+Server Send/Recv,Server Queue,Client Recv,p50 latency,p90 latency,\
+p95 latency,p99 latency,Avg latency
+1,43.0977,16,22555,1,5,22215,23881,24589,27109,22578
+"""
+
+
+@pytest.mark.parametrize(("last", "stable"), [("43.2", True), ("60.1", False)])
+def test_of_pixels_only_the_summary_is_read(last: str, stable: bool) -> None:
+    printed = "".join(
+        f"  Pass [{place}] throughput: {rate} infer/sec. Avg latency: 22578 usec (std 1153 usec). \n"
+        for place, rate in enumerate(["43.0", "43.1", last], 1)
+    )
+    result = read_summary(SUMMARY, f"{printed}  Client: \n    Request count: 47\n")
+    assert result == {
+        "num": 47,
+        "requests_per_s": 43.098,
+        "ms": {"p50": 22.215, "p90": 23.881, "p95": 24.589, "p99": 27.109},
+        "stable": stable,
+    }
+
+
+def test_output_of_another_version_is_quoted() -> None:
+    with pytest.raises(PerfError, match="its output is not as expected: nothing"):
+        read_summary(SUMMARY, "nothing")
+
+
 def test_command_lines() -> None:
     analyzer = Analyzer(Path("/bin/perf_analyzer"), None, "")
-    vad = Subject("vad", Path("in.json"), "127.0.0.1:1", "name:key", is_decoupled=False, is_sequence=True)
-    engine = Subject("llm_small", Path("in.json"), "127.0.0.1:1", "name:key", is_decoupled=True, is_sequence=False)
-    plain = Subject("ocr", Path("in.json"), "127.0.0.1:1", "name:key", is_decoupled=False, is_sequence=False)
+    vad = Subject("vad", Path("in.json"), "127.0.0.1:1", "name:key", is_sequence=True)
+    engine = Subject("llm_small", Path("in.json"), "127.0.0.1:1", "name:key", is_decoupled=True)
+    plain = Subject("ocr", Path("in.json"), "127.0.0.1:1", "name:key")
+    bulky = Subject("ocr_detector", Path("in.json"), "127.0.0.1:1", "name:key", is_bulky=True)
 
     def flags(subject: Subject, level: Level) -> list[str]:
-        return subject.command(analyzer, level, 500, Path("out.json"), 16)
+        return subject.command(analyzer, level, 500, Path("out"), 16)
 
     assert {"--streaming", "--request-rate-range=2.5", "--num-of-sequences=16"} <= set(flags(vad, Level(rate=2.5)))
     assert {"--streaming", "--concurrency-range=4"} <= set(flags(engine, Level(concurrency=4)))
     assert "--num-of-sequences=16" not in flags(engine, Level(rate=2.5))
     assert "--streaming" not in flags(plain, Level(concurrency=1))
+    assert "--profile-export-file=out/export.json" in flags(plain, Level(concurrency=1))
+    assert "--profile-export-file=out/export.json" not in flags(bulky, Level(concurrency=1))
     assert "--request-distribution=poisson" in flags(plain, Level(rate=1.0))
 
 
@@ -205,6 +235,11 @@ def test_models_are_chosen_by_name(tmp_path: Path) -> None:
     assert choose_models(tmp_path, ["vad"]) == ["vad"]
     with pytest.raises(PerfError, match=r"--only: 'tts' is no model of .*; it has ocr, vad"):
         choose_models(tmp_path, ["vad", "tts"])
+
+
+@pytest.mark.parametrize(("rate", "window_ms"), [(0.0, 500), (100.0, 500), (10.0, 1000), (0.1, 15_000)])
+def test_windows_are_long_enough_for_slow_models(rate: float, window_ms: int) -> None:
+    assert long_enough_ms(rate, 500) == window_ms
 
 
 def test_a_failed_level_is_in_the_table() -> None:
