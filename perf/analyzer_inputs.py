@@ -130,12 +130,18 @@ def _images() -> Iterator[Request]:
 
 
 def _pixels() -> Iterator[Request]:
+    """Padded, as `image_preprocess` gives them."""
     from orchestrator.vision.images import read_image
+    from orchestrator.vision.sizes import PADDING, choose_sides
 
     for request in _images():
         image = request[contracts.IMAGE.name]
         assert isinstance(image, bytes)
-        yield {contracts.PIXELS.name: read_image(image).pixels}
+        shown = read_image(image).pixels
+        width, height = choose_sides(shown.shape[1], shown.shape[0])
+        pixels = np.full((height, width, 3), PADDING, np.uint8)
+        pixels[: shown.shape[0], : shown.shape[1]] = shown
+        yield {contracts.PIXELS.name: pixels}
 
 
 def _crops() -> Iterator[Request]:
