@@ -40,7 +40,7 @@ class Part(NamedTuple):
 PARTS = (
     Part(("overhead",), ("cpu", "scripted"), 4),
     Part(("streams",), ("cpu",), 3),
-    Part(("simulate", "--validate"), ("cpu", "scripted"), 5),
+    Part(("simulate", "--validate"), ("cpu", "scripted"), 7),
     Part(("triton",), ("cpu",), 10),
     Part(("openai",), ("cpu",), 5),
     Part(("techniques",), ("cpu",), 12),

@@ -142,10 +142,9 @@ def validated(artifacts: Path, seconds: float, keep: Callable[[dict[str, Any]], 
     rows: list[tuple[object, ...]] = []
     for target, loads in result["targets"].items():
         for load, each in loads.items():
-            rows.append(
-                (f"{target}, load {load}", f"{each['rate']:.2f}/s", *(f"{e:+.1%}" for e in each["errors"].values()))
-            )
-    header = ("simulated ÷ measured − 1", "rate", "TTFT p50", "total mean", "p50", "p95", "tokens/s")
+            errors = (f"{error:+.1%}" for error in each["errors"].values())
+            rows.append((f"{target}, load {load}", f"{each['rate']:.2f}/s", *errors, each["others_cores"]))
+    header = ("simulated ÷ measured − 1", "rate", "TTFT p50", "total mean", "p50", "p95", "tokens/s", "others' cores")
     table = format_table(header, rows)
     if "service" in result:
         result["two_replicas"] = two_replicas(

@@ -19,6 +19,7 @@ from build.engine_rows import OpenVINOParameters
 from build.fetch import cache_folder
 from build.rows import load_models, load_target
 from orchestrator.config import load_tiers
+from perf.processes import Others
 from perf.report import say
 from perf.simulation.calibrate import Gateway, calibrate, calibrate_scripted, ttft_s
 from perf.simulation.events import Simulation, describe, points
@@ -66,8 +67,10 @@ def validate(artifacts: Path, seconds: float, keep: Callable[[dict[str, Any]], o
         with running_stack(cpu) as stack, Worker("perf.open_load", stack.gateway_url) as worker:
             gateway = Gateway(stack, worker)
             limits = load_tiers(cpu / "tiers.toml").limits
+            others = Others()
             service = calibrate(gateway, limits.max_running_requests, limits.max_live_requests, _step_tokens())
             result["service"] = service.as_json()
+            result["others_cores"] = round(others.cores(), 3)
             keep(result)
             measured["cpu"] = {}
 
@@ -116,11 +119,14 @@ def _hold(
         while (at_s := at_s + chance.expovariate(rate)) < lasts_s:
             num_tokens = chance.choice(_LENGTHS)
             asks.append((at_s, make(num_tokens, chance), num_tokens))
+        others = Others()
         answers = gateway.ask(asks)
+        others_cores = round(others.cores(), 3)
         simulation = Simulation(service, 1)
         simulation.run((at_s, Ask(_TIER, gateway.count(text), tokens)) for at_s, text, tokens in asks)
         loads[f"{load:g}"] = compare(_describe(answers), describe(simulation)) | {
             "rate": round(rate, 3),
+            "others_cores": others_cores,
             "requests": _timeline(answers),
             "stages_ms": _stages(answers),
         }
