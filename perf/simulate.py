@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from perf.errors import PerfError
 from perf.report import format_table, say
 from perf.simulation.events import Simulation, Users, describe
 from perf.simulation.replica import Service
-from perf.simulation.traffic import Ask, Tier, Tokens
+from perf.simulation.traffic import Ask, Tier, Tokens, draw
 from perf.simulation.validate import BAR, validate
 
 # The published split of requests over four tiers, 60, 20, 15 and 5 %, as chat: short questions, longer answers above.
@@ -29,10 +30,11 @@ TIERS = (
     Tier("complex", 0.15, Tokens(300, 0.6, 4096), Tokens(120, 0.6, 1024), hit_rate=0.05, ttft_limit_s=1.0),
     Tier("expert", 0.05, Tokens(400, 0.6, 4096), Tokens(160, 0.6, 1024), ttft_limit_s=2.0),
 )
-GOOD_SHARE = 0.95  # of all requests: what "enough replicas" means
+GOOD_SHARE = 0.95  # of those that are good when each is alone: what "enough replicas" means
 TWO_BAR = 1.8
 _WARM_UP_SHARE = 0.25  # of the simulated time, which does not count
 _MOST_REPLICAS = 4096
+_IDLE_REQUESTS = 2000
 
 
 def simulate(
@@ -51,10 +53,16 @@ def simulate(
     service = Service.read(service_file)
     tiers = TIERS if tiers_file is None else read_tiers(tiers_file)
     plans: list[dict[str, Any]] = []
+    idle = idle_share(service, tiers, seed)
+    if not idle:
+        raise PerfError(
+            "no request is good, not even alone: the engine is too slow\nfix: longer ttft_limit_s (--tiers)"
+        )
     result: dict[str, Any] = {
         "command": "simulate",
         "service": service.as_json(),
         "two_replicas": two_replicas(service),
+        "idle_good_share": idle,
         "think_s": think_s,
         "seed": seed,
         "plans": plans,
@@ -68,7 +76,7 @@ def simulate(
 
     try:
         for num_users in users:
-            for num_replicas in replicas or [fewest(partial(plan, num_users))]:
+            for num_replicas in replicas or [fewest(partial(plan, num_users), GOOD_SHARE * idle)]:
                 plans.append({"users": num_users, "replicas": num_replicas, **plan(num_users, num_replicas)})
     except KeyboardInterrupt:
         result["interrupted"] = True
@@ -87,22 +95,30 @@ def read_tiers(path: Path) -> list[Tier]:
     return tiers
 
 
-def fewest(plan: Callable[[int], dict[str, Any]]) -> int:
-    """The fewest replicas with which `GOOD_SHARE` of all requests are good: doubled, then halved in between.
+def idle_share(service: Service, tiers: Sequence[Tier], seed: int) -> float:
+    """The share of good requests when each is alone: what an engine cannot do, no number of replicas does."""
+    chance = random.Random(seed)
+    simulation = Simulation(service, 1)
+    simulation.run((number * 1000.0, draw(tiers, chance)) for number in range(_IDLE_REQUESTS))
+    share: float = describe(simulation).get("goodput", {"share": 0.0})["share"]
+    return share
+
+
+def fewest(plan: Callable[[int], dict[str, Any]], goal: float) -> int:
+    """The fewest replicas with which the share `goal` of all requests is good: doubled, then halved in between.
 
     Raises `PerfError` when `_MOST_REPLICAS` are not enough.
     """
 
     def are_enough(count: int) -> bool:
-        return bool(plan(count).get("goodput", {"share": 0.0})["share"] >= GOOD_SHARE)
+        return bool(plan(count).get("goodput", {"share": 0.0})["share"] >= goal)
 
     high = 1
     while not are_enough(high):
         high *= 2
         if high > _MOST_REPLICAS:
             raise PerfError(
-                f"{_MOST_REPLICAS} replicas are not enough for {GOOD_SHARE:.0%} good requests: one alone is too slow\n"
-                "fix: longer ttft_limit_s (--tiers), or give --replicas"
+                f"{_MOST_REPLICAS} replicas are not enough for {goal:.1%} good requests\nfix: fewer --users"
             )
     low = high // 2
     while high - low > 1:
@@ -168,7 +184,7 @@ def _table(result: dict[str, Any]) -> str:
     header = ("simulated", "requests/s", "TTFT p50 ms", "p99", "total p95 ms", "good", "refused", "busy")
     two = result["two_replicas"]
     return (
-        f"{format_table(header, rows)}\n\n"
+        f"{format_table(header, rows)}\n\ngood when each is alone: {result['idle_good_share']}\n"
         f"two replicas ÷ one: {two['own_cores']} with cores of their own (bar {TWO_BAR}), "
         f"{two['this_machine']} on this machine's {two['cores']} cores, of which one uses {two['cores_per_replica']}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from perf.__main__ import main
 from perf.errors import PerfError
-from perf.simulate import fewest, read_tiers, simulate, two_replicas
+from perf.simulate import fewest, idle_share, read_tiers, simulate, two_replicas
 from perf.simulation.calibrate import _step_s
 from perf.simulation.replica import Service
 from perf.simulation.traffic import Tier, Tokens
@@ -36,7 +37,7 @@ def test_more_users_need_more_replicas(service_file: Path) -> None:
     _, result = simulate(service_file, None, [20, 120], 30.0, None, 30.0, 0)
     few, many = result["plans"]
     assert 1 <= few["replicas"] < many["replicas"]
-    assert min(each["goodput"]["share"] for each in result["plans"]) >= 0.95
+    assert min(each["goodput"]["share"] for each in result["plans"]) >= 0.95 * result["idle_good_share"] > 0.9
     assert many["arrived"] == many["finished"] + many["refused"] + many["late"] + many["under_way"]
     again = simulate(service_file, None, [20, 120], 30.0, None, 30.0, 0)[1]
     assert again == result
@@ -59,12 +60,23 @@ def test_two_replicas_are_two_where_there_are_cores() -> None:
 
 @pytest.mark.parametrize("enough", [1, 2, 3, 7, 64, 100])
 def test_the_fewest_are_found(enough: int) -> None:
-    assert fewest(lambda count: {"goodput": {"share": 1.0 if count >= enough else 0.5}}) == enough
+    assert fewest(lambda count: {"goodput": {"share": 1.0 if count >= enough else 0.5}}, 0.95) == enough
 
 
 def test_replicas_that_are_never_enough_end_the_search() -> None:
-    with pytest.raises(PerfError, match=r"4096 replicas are not enough for 95% good requests"):
-        fewest(lambda count: {})
+    with pytest.raises(PerfError, match=r"4096 replicas are not enough for 95\.0% good requests"):
+        fewest(lambda count: {}, 0.95)
+
+
+def test_what_an_engine_cannot_do_alone_is_not_asked_of_many(tmp_path: Path) -> None:
+    slow = dataclasses.replace(SERVICE, prefill_s_per_token=0.004)
+    tiers = [Tier("a", 0.5, Tokens(50), Tokens(10)), Tier("b", 0.5, Tokens(500), Tokens(10))]
+    assert idle_share(slow, tiers, 0) == pytest.approx(0.5, abs=0.05)
+    path = tmp_path / "simulate.json"
+    hopeless = dataclasses.replace(SERVICE, prefill_s_per_token=5.0, hit_s=5.0)
+    path.write_text(json.dumps({"service": hopeless.as_json()}))
+    with pytest.raises(PerfError, match="not even alone"):
+        simulate(path, None, [1], 10.0, None, 10.0, 0)
 
 
 def test_tiers_are_read(tmp_path: Path) -> None:
