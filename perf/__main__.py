@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from perf.aiperf import Limits
 from perf.cache_quality import cache_quality
 from perf.cache_speed import cache_speed
 from perf.cancel import cancel
 from perf.errors import PerfError
+from perf.everything import NAMES, everything
 from perf.figures import figures
 from perf.litellm import litellm
+from perf.openai import KINDS as TRAFFIC
+from perf.openai import openai
 from perf.overhead import overhead
 from perf.quality_drift import quality_drift
 from perf.report import publish, write_json
@@ -99,6 +103,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "techniques":
             keep = partial(write_json, options.json)
             table, result = techniques(options.artifacts, options.only, options.rounds, keep)
+        elif options.command == "all":
+            table, result = everything(options.artifacts, options.only, options.folder)
+        elif options.command == "simulate":
+            from perf.simulate import simulate, validated
+
+            if options.validate:
+                table, result = validated(options.artifacts, options.seconds or 30.0, partial(write_json, options.json))
+            else:
+                table, result = simulate(
+                    options.service,
+                    options.tiers,
+                    options.users,
+                    options.think_s,
+                    options.replicas,
+                    options.seconds or 240.0,
+                    options.seed,
+                )
+        elif options.command == "openai":
+            table, result = openai(
+                options.artifacts,
+                options.target,
+                options.run_dir,
+                options.only,
+                options.rate,
+                options.requests,
+                {"input_tokens": options.input_tokens, "output_tokens": options.output_tokens},
+                Limits(options.ttft_limit_ms, options.tpot_limit_ms),
+                partial(write_json, options.json),
+            )
+        elif options.command == "triton":
+            from perf.triton import triton
+
+            table, result = triton(
+                options.artifacts,
+                options.target,
+                options.run_dir,
+                options.only,
+                options.concurrency,
+                options.loads,
+                options.window_ms,
+                partial(write_json, options.json),
+            )
         else:
             table, result = cancel(options.artifacts, options.times, options.others)
         publish(table, result, options.json)
@@ -183,6 +229,49 @@ def _parser() -> argparse.ArgumentParser:
         "--only", nargs="+", choices=TECHNIQUES, default=list(TECHNIQUES), metavar="NAME", help="these alone"
     )
     command.add_argument("--rounds", type=_count, default=3, help="of both sides, of each technique")
+    command = add("triton", "perf_analyzer's sweeps over every model of a server")
+    command.add_argument("--target", help="what is served, or was (default: cpu-voice if it is built, else cpu)")
+    command.add_argument("--run-dir", type=Path, metavar="DIR", help="of a `serve` of the target that runs already")
+    command.add_argument("--only", nargs="+", metavar="MODEL", help="these models alone")
+    command.add_argument("--concurrency", type=_counts, default=[1, 4, 16], help="requests at once, such as 1,16")
+    command.add_argument(
+        "--loads", type=_shares, default=[0.5, 0.8], help="shares of the highest rate, such as 0.5,0.8"
+    )
+    command.add_argument("--window-ms", type=_count, default=2000, help="each of the three windows of a level")
+    command = add("all", "all of this that the machine can run, with a report")
+    command.add_argument(
+        "--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help="these commands alone"
+    )
+    command.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("perf/results"),
+        metavar="DIR",
+        help="where <machine>.json and .md are written",
+    )
+    command = add("simulate", "how many replicas so many users need, by a model fed with measured times")
+    command.add_argument("--validate", action="store_true", help="measure the times, and hold the model against them")
+    command.add_argument(
+        "--service", type=Path, default=Path("perf/results/simulate.json"), metavar="FILE", help="what --validate wrote"
+    )
+    command.add_argument("--tiers", type=Path, metavar="FILE", help="JSON: what is asked (perf/README.md)")
+    command.add_argument("--users", type=_counts, default=[100, 1000, 10_000], help="such as 100,10000")
+    command.add_argument("--think-s", type=_positive, default=60.0, help="between answer and next question, on average")
+    command.add_argument("--replicas", type=_counts, help="such as 1,2,4 (default: the fewest that are enough)")
+    command.add_argument("--seconds", type=_positive, help="simulated (240), or of each load with --validate (30)")
+    command.add_argument("--seed", type=int, default=0)
+    command = add("openai", "AIPerf against the gateway: Poisson, shared prefix, several turns, cancellation")
+    command.add_argument("--target", default="cpu", help="what is served, or was")
+    command.add_argument("--run-dir", type=Path, metavar="DIR", help="of a `serve` of the target that runs already")
+    command.add_argument(
+        "--only", nargs="+", choices=TRAFFIC, default=list(TRAFFIC), metavar="KIND", help="these kinds alone"
+    )
+    command.add_argument("--rate", type=_positive, default=1.5, help="requests a second, on average")
+    command.add_argument("--requests", type=_count, default=60, help="of each kind")
+    command.add_argument("--input-tokens", type=_count, default=96, help="of a request")
+    command.add_argument("--output-tokens", type=_count, default=24, help="of an answer")
+    command.add_argument("--ttft-limit-ms", type=_positive, default=500.0, help="of a good request")
+    command.add_argument("--tpot-limit-ms", type=_positive, default=66.0, help="the same; 66 is 15 tokens a second")
     command = add("voice", "how soon a spoken question is answered aloud, and what interrupts whom")
     command.add_argument("--turns", type=_count, default=20, help="questions, one after the other")
     command.add_argument("--barge-ins", type=_count, default=12, help="interruptions")
@@ -206,6 +295,26 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     return [_count(part) for part in text.split(",")]
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number above 0")
+    return number
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = [0.0]
+    if not all(0 < share <= 2 for share in shares):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; numbers above 0 and up to 2, such as 0.5,0.8")
+    return shares
 
 
 if __name__ == "__main__":

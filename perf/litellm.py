@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -19,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from build.fetch import cache_folder
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
+from perf.environment import install as install_environment
 from perf.errors import PerfError
 from perf.overhead import measure
 from perf.prompts import script
@@ -67,20 +66,7 @@ def litellm(artifacts: Path, num_requests: int) -> tuple[str, dict[str, Any]]:
 
 def install() -> Path:
     """The `litellm` program, in a virtual environment of its own in the cache."""
-    folder = cache_folder() / f"litellm-{VERSION}"
-    done = folder / "installed"
-    if not done.exists():
-        say(f"installing litellm[proxy] {VERSION} into {folder}")
-        packages = [f"litellm[proxy]=={VERSION}"]
-        for command in (
-            [sys.executable, "-m", "venv", "--clear", str(folder)],
-            [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", *packages],
-        ):
-            run = subprocess.run(command, capture_output=True, text=True)
-            if run.returncode != 0:
-                raise PerfError(f"{' '.join(command)}: {run.stderr[-2000:]}")
-        done.touch()
-    return folder / "bin" / "litellm"
+    return install_environment(f"litellm-{VERSION}", [f"litellm[proxy]=={VERSION}"]) / "bin" / "litellm"
 
 
 @contextmanager

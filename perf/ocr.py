@@ -10,8 +10,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -28,6 +26,7 @@ from build.fetch import cache_folder
 from build.rows import OCR_MODELS, TargetRow, load_models, load_target
 from orchestrator.contracts import OCR_DETECTION_MODEL, OCR_RECOGNIZER_MODEL
 from orchestrator.gateway.ocr import OCR_PATH
+from perf.environment import install as install_environment
 from perf.errors import PerfError
 from perf.ocr_pages import Page, draw_receipt
 from perf.processes import descendants, processor_s
@@ -99,19 +98,7 @@ def with_ocr(target: TargetRow, *, batches: bool = True) -> TargetRow:
 
 def install() -> str:
     """The Python of a virtual environment of its own in the cache, with rapidocr."""
-    folder = cache_folder() / f"rapidocr-direct-{RAPIDOCR}"
-    done, python = folder / "installed", str(folder / "bin" / "python")
-    if not done.exists():
-        say(f"installing rapidocr {RAPIDOCR} into {folder}")
-        for command in (
-            [sys.executable, "-m", "venv", "--clear", str(folder)],
-            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *_PACKAGES],
-        ):
-            run = subprocess.run(command, capture_output=True, text=True)
-            if run.returncode != 0:
-                raise PerfError(f"{' '.join(command)}: {run.stderr[-2000:]}")
-        done.touch()
-    return python
+    return str(install_environment(f"rapidocr-direct-{RAPIDOCR}", _PACKAGES) / "bin" / "python")
 
 
 def _read_all(rapidocr: Worker, pages: Sequence[Page], num_clients: int) -> Round:

@@ -15,6 +15,10 @@ _GOODS = (
 _STREETS = ("Harbour Street", "Station Road", "Mill Lane", "Church Walk", "Market Square")
 
 
+# Where the goods of `draw_receipt` are, at its defaults: the rows, and their height in pixels.
+GOODS_ROWS, ROW_PIXELS = range(5, 19), 36
+
+
 class Page(NamedTuple):
     """`image` is a PNG; `texts` are what is written on it, from top to bottom and left to right."""
 

@@ -9,8 +9,8 @@ import json
 import socket
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from perf.errors import PerfError
@@ -22,19 +22,40 @@ _RECEIVE_BYTES = 1 << 16
 _OK = b"HTTP/1.1 200"
 # How the server writes a delta's text. Text cannot imitate it: inside a JSON string the quotes are escaped.
 _TEXT_MARK = b'"content":"'
+# Where tokens come: what a model thinks aloud has two names in the field.
+_CHANNELS = ("content", "text", "reasoning_content", "reasoning", "tool_calls", "refusal")
 # The last chunk of a chunked body (RFC 9112, section 7.1). A chunk of events ends in "\n\n\r\n" instead.
 _END_MARK = b"0\r\n\r\n"
 
 
 class Answer(NamedTuple):
-    """One streamed answer. Times are `time.monotonic()`: `sent_s` is when the request's last byte had been
-    handed to the kernel, the others when the first and last text had arrived. Events are those with text."""
+    """One streamed answer. Times are `time.monotonic()`: `sent_s` is when the request's last byte had been handed to
+    the kernel, `times_s` when each event with tokens of any channel had arrived, `texts` what they said. `rt` is the
+    server's own account.
+    """
 
     sent_s: float
-    first_token_s: float
-    last_token_s: float
-    num_events: int
+    times_s: list[float]
     num_tokens: int
+    rt: dict[str, Any]
+    texts: Sequence[str] = ()
+
+    @property
+    def first_token_s(self) -> float:
+        return self.times_s[0]
+
+    @property
+    def last_token_s(self) -> float:
+        return self.times_s[-1]
+
+    @property
+    def tpot_ms(self) -> float:
+        """Milliseconds for each token but the first, however many came in one event; 0 where there is but one."""
+        return (self.last_token_s - self.first_token_s) * 1000 / max(1, self.num_tokens - 1)
+
+    @property
+    def num_events(self) -> int:
+        return len(self.times_s)
 
     @property
     def ttft_ms(self) -> float:
@@ -119,31 +140,27 @@ class SseConnection:
         return self._raw.count(_TEXT_MARK)
 
     def answer(self) -> Answer:
-        """The complete answer, parsed. Raises `PerfError` for an error event or without text or usage."""
-        pieces, num_tokens = self.pieces()
-        return Answer(self._sent_s, pieces[0][1], pieces[-1][1], len(pieces), num_tokens)
-
-    def pieces(self) -> tuple[list[tuple[str, float]], int]:
-        """Each text of the complete answer with the time it had arrived, and the number of tokens; as `answer`."""
-        pieces: list[tuple[str, float]] = []
+        """The complete answer, parsed. Raises `PerfError` for an error event or without tokens or usage."""
+        times_s: list[float] = []
+        texts: list[str] = []
         num_tokens = None
+        rt: dict[str, Any] = {}
         for event, num_bytes in _events(self._raw):
             if event == b"[DONE]":
                 break
             chunk = json.loads(event)
             if "error" in chunk:
                 raise PerfError(f"http://{self._host}: {chunk['error']['message']}")
-            texts = [
-                choice["delta"].get("content") if "delta" in choice else choice["text"] for choice in chunk["choices"]
-            ]
-            if any(texts):
-                time_s = self._arrivals[bisect_left(self._arrivals, (num_bytes,))][1]
-                pieces.append(("".join(text for text in texts if text), time_s))
+            parts = [choice.get("delta", choice) for choice in chunk["choices"]]
+            if any(part.get(channel) for part in parts for channel in _CHANNELS):
+                times_s.append(self._arrivals[bisect_left(self._arrivals, (num_bytes,))][1])
+                texts.append("".join(part.get("content") or part.get("text") or "" for part in parts))
             if chunk.get("usage"):
                 num_tokens = chunk["usage"]["completion_tokens"]
-        if not pieces or num_tokens is None:
-            raise PerfError(f"http://{self._host}: the stream ended without {'usage' if pieces else 'any text'}")
-        return pieces, num_tokens
+            rt = chunk.get("rt", rt)
+        if not times_s or num_tokens is None:
+            raise PerfError(f"http://{self._host}: the stream ended without {'usage' if times_s else 'any text'}")
+        return Answer(self._sent_s, times_s, num_tokens, rt, texts)
 
 
 def _events(raw: bytes | bytearray) -> Iterator[tuple[bytes, int]]:

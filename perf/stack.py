@@ -57,6 +57,24 @@ def find_artifact(artifacts: Path, target: str) -> Path:
     return artifact
 
 
+def served_stack(artifact: Path, run_dir: Path) -> Stack:
+    """What a `serve` of `artifact` with that `--run-dir` runs; raises `PerfError` when there is none."""
+    ready_file = run_dir / "serve.json"
+    if not ready_file.exists():
+        raise PerfError(
+            f"{ready_file}: not there, so nothing is served from {run_dir}\nfix: scripts/serve --background"
+        )
+    facts = json.loads(ready_file.read_text(encoding="utf-8"))
+    return Stack(
+        artifact,
+        facts["gateway_url"],
+        facts["triton_grpc_url"],
+        facts["triton_metrics_url"],
+        Path(facts["logs"]["triton"]),
+        facts["pid"],
+    )
+
+
 @contextmanager
 def running_stack(
     artifact: Path, *more_flags: str, logs: Path | None = None, ready_timeout_s: float = READY_TIMEOUT_S
@@ -98,15 +116,7 @@ def _wait_until_ready(serve: subprocess.Popen[bytes], artifact: Path, run_dir: P
         if time.monotonic() > deadline_s:
             raise PerfError(f"{artifact}: not ready after {timeout_s:.0f} s")
         time.sleep(_POLL_INTERVAL_S)
-    facts = json.loads(ready_file.read_text(encoding="utf-8"))
-    return Stack(
-        artifact,
-        facts["gateway_url"],
-        facts["triton_grpc_url"],
-        facts["triton_metrics_url"],
-        Path(facts["logs"]["triton"]),
-        serve.pid,
-    )
+    return served_stack(artifact, run_dir)
 
 
 def _check_running(serve: subprocess.Popen[bytes], run_dir: Path) -> None:

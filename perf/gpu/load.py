@@ -61,11 +61,11 @@ def load(url: str, model: str, request: dict[str, Any]) -> dict[str, Any]:
                     num_open -= 1
         answers, texts = [], []
         for connection, sent in zip(connections, sent_s):
-            pieces, num_tokens = connection.pieces()
-            if request.get("ignore_eos", True) and num_tokens != request["max_tokens"]:
-                raise PerfError(f"{url}: a stream of {request['max_tokens']} tokens had {num_tokens}")
-            answers.append(Timed(sent, [time_s for _, time_s in pieces], num_tokens))
-            texts.append("".join(text for text, _ in pieces))
+            answer = connection.answer()
+            if request.get("ignore_eos", True) and answer.num_tokens != request["max_tokens"]:
+                raise PerfError(f"{url}: a stream of {request['max_tokens']} tokens had {answer.num_tokens}")
+            answers.append(Timed(sent, answer.times_s, answer.num_tokens))
+            texts.append("".join(answer.texts))
     described = describe(answers, started_s)
     return {**described, "texts": texts} if request.get("texts") else described
 

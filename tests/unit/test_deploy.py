@@ -49,6 +49,8 @@ def metrics_of_the_code() -> set[str]:
         text = path.read_text(encoding="utf-8")
         if path.parent.name == "triton":  # what goes to Triton's page is named whole
             found |= set(re.findall(r'"(rt_[a-z0-9_]+)"', text))
+            histograms = re.findall(r'HistogramFamily\("(rt_[a-z0-9_]+)"', text)
+            found |= {f"{name}{suffix}" for name in histograms for suffix in suffixes["histogram"]}
         found |= set(re.findall(r"# TYPE (rt_[a-z0-9_]+) ", text))
     return found
 
@@ -71,7 +73,7 @@ def test_every_metric_that_is_asked_for_exists() -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     assert {"rt_gateway_ttft_seconds_bucket", "rt_queued_requests", "rt_gateway_triton_up"} <= known
     for where, expression in expressions():
-        named = set(re.findall(r"\bjob:[a-z0-9_:]+", expression))
+        named = set(re.findall(r"\bjob(?:_tier)?:[a-z0-9_:]+", expression))
         assert named <= recorded, where
         for name in re.findall(r"(?<![a-z0-9_:])(?:rt|nv)_[a-z0-9_]+", expression):
             assert name in known, f"{where}: {name} is no metric of this tree"
