@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -122,7 +121,7 @@ def run_part(part: Part, artifacts: Path) -> dict[str, Any]:
             process.wait()
         except KeyboardInterrupt:
             interrupted = True
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # as Ctrl-C, but also in the background, where that is ignored
             try:
                 process.wait(_STOPPING_S)
             except subprocess.TimeoutExpired:

@@ -10,7 +10,7 @@ import pytest
 from bert_reference import embed
 from safetensors.numpy import save_file
 
-from build.bert_onnx import Weights, _shapes, make_bert_onnx, write_bert_onnx
+from build.bert_onnx import Weights, make_bert_onnx, weight_shapes, write_bert_onnx
 from build.errors import BuildError
 from build.model_rows import EmbedderRow
 from build.rows import HERE
@@ -37,7 +37,7 @@ SMALL = REAL.model_copy(
 
 def random_weights(seed: int) -> Weights:
     randomness = np.random.default_rng(seed)
-    return {name: randomness.normal(0, 0.5, shape).astype(np.float32) for name, shape in _shapes(SMALL).items()}
+    return {name: randomness.normal(0, 0.5, shape).astype(np.float32) for name, shape in weight_shapes(SMALL).items()}
 
 
 @pytest.mark.parametrize("seed", range(5))
