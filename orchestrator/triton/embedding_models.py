@@ -47,13 +47,15 @@ class EncoderModel:
     """What the model.py of `embedding_encoder` and of `complexity` delegate to; they differ in their `output`.
 
     Triton batches requests of any lengths (`allow_ragged_batch`). Those of equal length are one batch of the graph; the
-    shortest go first, and have their answers before the longer ones begin.
+    shortest go first, and have their answers before the longer ones begin. A graph in INT8 takes one after the other:
+    its ranges are those of what it gets together, and a request is to get what it gets alone.
     """
 
     def __init__(self, args: dict[str, str], output: contracts.TensorSpec) -> None:
         parameters, folder = read_arguments(args)
         self._output = output
         self._max_input_tokens = int(parameters["max_input_tokens"])
+        self._is_batched = parameters.get("precision") != "int8"
         self._encoder = Encoder(folder / "model.onnx", num_threads=int(parameters["num_threads"]), output=output)
 
     def execute(self, requests: list[Any]) -> None:
@@ -66,7 +68,8 @@ class EncoderModel:
             )
             by_length.setdefault(job.input_ids.shape[1], []).append(job)
         for length, jobs in sorted(by_length.items()):
-            self._answer(length, jobs)
+            for together in [jobs] if self._is_batched else [[job] for job in jobs]:
+                self._answer(length, together)
 
     def _answer(self, length: int, jobs: list[_Job]) -> None:
         try:

@@ -108,6 +108,7 @@ def test_a_stop_string_ends_the_engine_s_work(stack: Stack) -> None:
     wait_for(lambda: stack.num_live("llm_small") == 0, 1.0)
 
 
+@pytest.mark.alone
 def test_who_leaves_stops_the_engine_whichever_instance_it_is(stack: Stack) -> None:
     """Triton hands the stop to any instance of the model; `h100` has two."""
     for _ in range(6):

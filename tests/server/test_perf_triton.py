@@ -21,6 +21,7 @@ def test_an_ensemble_and_a_decoupled_model(scripted_stack: Stack) -> None:
         ROOT / "artifacts" / "scripted",
         scripted_stack.url,
         facts["triton_grpc_url"],
+        facts["triton_metrics_url"],
         Path(facts["logs"]["triton"]),
         scripted_stack.process.pid,
     )

@@ -17,7 +17,12 @@ def test_two_of_them(scripted_stack: Stack, tmp_path: Path) -> None:
     num_embedded = scripted_stack.model_metric("nv_inference_count", "embedding_encoder")
     with Ground(tmp_path, 2) as ground:
         ground.scripted = ground.unbatched = Served(
-            tmp_path, scripted_stack.url, facts["triton_grpc_url"], Path(facts["logs"]["triton"]), 0
+            tmp_path,
+            scripted_stack.url,
+            facts["triton_grpc_url"],
+            facts["triton_metrics_url"],
+            Path(facts["logs"]["triton"]),
+            0,
         )
         connections = connection_reuse(ground).describe()
         texts = dynamic_batching(ground).describe()

@@ -91,7 +91,7 @@ class TritonPythonModel:
                     return  # cancelled, and told so
                 if chunk.finished:
                     del self._live[wanted.request_id]
-            answer.add(chunk)
+                answer.add(chunk)  # or it could be cancelled, and told so, meanwhile
 
         self._engine.add(wanted, deliver)
 
