@@ -146,32 +146,6 @@ def _routing(result: Result) -> list[Figure]:
     ]
 
 
-def _voice(result: Result) -> list[Figure]:
-    first_ms, silent_ms = result["speech_end_to_audio_ms"], result["barge_in_ms"]
-    cut = result["false_cutoffs"]
-    what = f"end of speech → first sound of the answer, target cpu-voice, {result['turns']} spoken questions"
-
-    def line(what: str, value: float, bar: float) -> Figure:
-        return Figure(what, f"{value:,.0f} ms", value, "≤", bar, " ms")
-
-    return [
-        line(f"{what}, p50", first_ms["p50"], 900),
-        line("the same, p95", first_ms["p95"], 1500),
-        line("who speaks into an answer: until it is silent, p95", silent_ms["p95"], 200),
-        Figure(f"pauses of 0.7 s taken for an end, of {result['pauses']}", f"{cut:.1%}", cut * 100, "≤", 5, " %"),
-    ]
-
-
-def _ocr(result: Result) -> list[Figure]:
-    sizes, gain = result["batch_size"], result["batching_gain"]
-    rates = ", ".join(f"{ratio:.2f} with {num}" for num, ratio in result["against_rapidocr"].items())
-    return [
-        Figure("lines a batch of the OCR recogniser, 16 clients", f"{sizes:.1f}", sizes, "≥", 1),
-        Figure("pages/s with dynamic batching ÷ without, 16 clients", f"{gain:.2f}", gain, "≥", 1),
-        Figure("pages/s ÷ rapidocr called directly, by clients", rates),
-    ]
-
-
 # By the name of the file, in README's order.
 FIGURES: dict[str, Callable[[Result], list[Figure]]] = {
     "overhead": _overhead,
@@ -182,8 +156,6 @@ FIGURES: dict[str, Callable[[Result], list[Figure]]] = {
     "cancel": _cancel,
     "cache-speed": _cache_speed,
     "routing": _routing,
-    "voice": _voice,
-    "ocr": _ocr,
 }
 
 
