@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perf.errors import PerfError
+from perf.processes import stop
 from perf.report import describe_machine, say
 
 _STOPPING_S = 90.0  # a command's servers drain, and its child processes end
@@ -121,12 +122,7 @@ def run_part(part: Part, artifacts: Path) -> dict[str, Any]:
             process.wait()
         except KeyboardInterrupt:
             interrupted = True
-            process.terminate()  # as Ctrl-C, but also in the background, where that is ignored
-            try:
-                process.wait(_STOPPING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop(process, _STOPPING_S)  # as Ctrl-C, but also in the background, where that is ignored
         told: dict[str, Any] = {"took_s": round(time.monotonic() - started_s, 1)}
         if file.exists():
             told["result"] = json.loads(file.read_text(encoding="utf-8"))

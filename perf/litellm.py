@@ -22,6 +22,7 @@ from orchestrator.triton.ports import LOOPBACK, Ports, settle
 from perf.environment import install as install_environment
 from perf.errors import PerfError
 from perf.overhead import measure
+from perf.processes import stop
 from perf.prompts import script
 from perf.report import format_table, say
 from perf.sse import MODEL
@@ -93,12 +94,7 @@ def running_proxy(program: Path, gateway_url: str) -> Iterator[str]:
             _wait_until_ready(proxy, f"http://127.0.0.1:{port}", log)
             yield f"http://127.0.0.1:{port}"
         finally:
-            proxy.terminate()
-            try:
-                proxy.wait(10)
-            except subprocess.TimeoutExpired:
-                proxy.kill()
-                proxy.wait()
+            stop(proxy, 10)
 
 
 def _wait_until_ready(proxy: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -1,11 +1,25 @@
-"""Processor time of a process and of those below it, from /proc: what others do on the machine is not in it."""
+"""How a process is stopped, and from /proc the processor time of one and of those below it, without others'."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def stop(process: subprocess.Popen[bytes], *patience_s: float) -> None:
+    """SIGTERM, once for each of `patience_s`, so long it has then to end; at last SIGKILL."""
+    for seconds in patience_s:
+        process.terminate()
+        try:
+            process.wait(seconds)
+            return
+        except subprocess.TimeoutExpired:
+            pass
+    process.kill()
+    process.wait()
 
 
 def descendants(pid: int) -> Iterator[int]:

@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import selectors
 import sys
-import time
-from contextlib import ExitStack
 from typing import Any
 
-from perf.sse import SseConnection, chat_body
+from perf.sse import ask_together, chat_body
 from perf.worker import answer_requests
 
 
@@ -20,21 +17,7 @@ def load(url: str, prompts: list[str], max_tokens: int) -> dict[str, Any]:
 
     `seconds` runs from before the first request is sent until the last token has arrived.
     """
-    bodies = [chat_body(prompt, max_tokens) for prompt in prompts]
-    with ExitStack() as opened, selectors.DefaultSelector() as selector:
-        connections = [opened.enter_context(SseConnection(url)) for _ in prompts]
-        for connection in connections:
-            selector.register(connection, selectors.EVENT_READ)
-        started_s = time.monotonic()
-        for connection, body in zip(connections, bodies):
-            connection.send(body)
-        num_open = len(connections)
-        while num_open:
-            for key, _ in selector.select():
-                if key.fileobj.receive():  # type: ignore[union-attr]
-                    selector.unregister(key.fileobj)
-                    num_open -= 1
-        answers = [connection.answer() for connection in connections]
+    started_s, answers = ask_together(url, [chat_body(prompt, max_tokens) for prompt in prompts])
     return {
         "tokens": sum(answer.num_tokens for answer in answers),
         "events": sum(answer.num_events for answer in answers),

@@ -16,6 +16,7 @@ from pathlib import Path
 from orchestrator.config import Tier, load_tiers
 from orchestrator.streaming.tokenizer import ChatTokenizer
 from perf.errors import PerfError
+from perf.processes import stop
 from perf.report import say
 
 READY_TIMEOUT_S = 120.0
@@ -101,7 +102,7 @@ def running_stack(
             yield _wait_until_ready(serve, artifact, run_dir, ready_timeout_s)
             _check_running(serve, run_dir)
         finally:
-            _stop(serve)
+            stop(serve, _STOP_TIMEOUT_S, _HURRY_TIMEOUT_S)  # the second SIGTERM tells it to hurry
             if logs is not None:
                 logs.mkdir(parents=True, exist_ok=True)
                 for log_file in run_dir.glob("*.log"):
@@ -124,16 +125,3 @@ def _check_running(serve: subprocess.Popen[bytes], run_dir: Path) -> None:
         lines = (run_dir / "serve.log").read_text(encoding="utf-8", errors="replace").splitlines()
         tail = "\n".join(lines[-_LOG_TAIL_LINES:])
         raise PerfError(f"serve ended with exit code {serve.returncode}; its last lines:\n{tail}")
-
-
-def _stop(serve: subprocess.Popen[bytes]) -> None:
-    """SIGTERM; a second one, which tells `serve` to hurry, and at last SIGKILL when it takes too long."""
-    for timeout_s in (_STOP_TIMEOUT_S, _HURRY_TIMEOUT_S):
-        serve.terminate()
-        try:
-            serve.wait(timeout_s)
-            return
-        except subprocess.TimeoutExpired:
-            pass
-    serve.kill()
-    serve.wait()

@@ -18,7 +18,8 @@ from typing import Any
 
 from orchestrator.engines import EngineRequest
 from orchestrator.engines.vllm import Settings, load_engine, make_params, warm_up
-from perf.gpu.answers import Timed, describe
+from perf.gpu.answers import describe
+from perf.sse import Answer
 
 
 async def generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +28,7 @@ async def generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     temperature = request.get("temperature", 0.0)
     started_s = time.monotonic()
 
-    async def one(index: int, prompt: list[int]) -> tuple[Timed, list[int]]:
+    async def one(index: int, prompt: list[int]) -> tuple[Answer, list[int]]:
         wanted = EngineRequest(
             f"{started_s}-{index}",
             prompt,
@@ -43,10 +44,10 @@ async def generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
             if new := output.outputs[0].token_ids:
                 times.append(time.monotonic())
                 token_ids += new
-        return Timed(sent_s, times, len(token_ids)), token_ids
+        return Answer(sent_s, times, len(token_ids), {}), token_ids
 
     done = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
-    return {**describe([timed for timed, _ in done], started_s), "token_ids": [ids for _, ids in done]}
+    return {**describe([answer for answer, _ in done], started_s), "token_ids": [ids for _, ids in done]}
 
 
 def main() -> None:

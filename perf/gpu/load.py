@@ -7,15 +7,12 @@
 from __future__ import annotations
 
 import json
-import selectors
 import sys
-import time
-from contextlib import ExitStack
 from typing import Any
 
 from perf.errors import PerfError
-from perf.gpu.answers import Timed, describe
-from perf.sse import COMPLETIONS_PATH, SseConnection
+from perf.gpu.answers import describe
+from perf.sse import COMPLETIONS_PATH, ask_together
 from perf.worker import answer_requests
 
 
@@ -43,31 +40,14 @@ def load(url: str, model: str, request: dict[str, Any]) -> dict[str, Any]:
 
     Raises `PerfError` for a stream that has not exactly its own number of tokens, unless it may end by itself.
     """
-    bodies = make_bodies(request, model)
-    with ExitStack() as opened, selectors.DefaultSelector() as selector:
-        connections = [opened.enter_context(SseConnection(url, COMPLETIONS_PATH)) for _ in bodies]
-        for connection in connections:
-            selector.register(connection, selectors.EVENT_READ)
-        started_s = time.monotonic()
-        sent_s = []
-        for connection, body in zip(connections, bodies):
-            connection.send(body)
-            sent_s.append(time.monotonic())
-        num_open = len(connections)
-        while num_open:
-            for key, _ in selector.select():
-                if key.fileobj.receive():  # type: ignore[union-attr]
-                    selector.unregister(key.fileobj)
-                    num_open -= 1
-        answers, texts = [], []
-        for connection, sent in zip(connections, sent_s):
-            answer = connection.answer()
-            if request.get("ignore_eos", True) and answer.num_tokens != request["max_tokens"]:
-                raise PerfError(f"{url}: a stream of {request['max_tokens']} tokens had {answer.num_tokens}")
-            answers.append(Timed(sent, answer.times_s, answer.num_tokens))
-            texts.append("".join(answer.texts))
+    started_s, answers = ask_together(url, make_bodies(request, model), COMPLETIONS_PATH)
+    for answer in answers:
+        if request.get("ignore_eos", True) and answer.num_tokens != request["max_tokens"]:
+            raise PerfError(f"{url}: a stream of {request['max_tokens']} tokens had {answer.num_tokens}")
     described = describe(answers, started_s)
-    return {**described, "texts": texts} if request.get("texts") else described
+    if request.get("texts"):
+        described["texts"] = ["".join(answer.texts) for answer in answers]
+    return described
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from orchestrator.engines.process import PYTHON_VARIABLE
 from orchestrator.engines.vllm import Settings, engine_arguments
 from perf.errors import PerfError
 from perf.gpu.rows import ENGINE
-from perf.processes import descendants, processor_s
+from perf.processes import descendants, processor_s, stop
 from perf.report import say
 from perf.stack import Stack, running_stack
 from perf.worker import Worker
@@ -91,12 +91,7 @@ def own_server(artifact: Path, log: Path) -> Iterator[str]:
         say(f"  ready after {time.monotonic() - started_s:.0f} s")
         yield url
     finally:
-        server.terminate()
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        stop(server, 20)
         _wait_for_memory()
 
 

@@ -14,11 +14,12 @@ from orchestrator.engines.vllm import Settings, engine_arguments
 from perf.errors import PerfError
 from perf.gpu import __main__ as command
 from perf.gpu import text
-from perf.gpu.answers import Timed, describe
+from perf.gpu.answers import describe
 from perf.gpu.load import make_bodies
 from perf.gpu.rows import LLAMA, MAX_STREAMS, SMOLLM2, enlarge, make_row
 from perf.gpu.sides import to_flags
 from perf.gpu.speed import Prompts, ratios
+from perf.sse import Answer
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
@@ -44,12 +45,12 @@ def test_every_token_of_the_random_model_has_a_text_of_its_own() -> None:
 
 
 def test_times_become_numbers() -> None:
-    answers = [Timed(0.0, [0.010, 0.020, 0.040], 5), Timed(0.001, [0.021], 1)]
+    answers = [Answer(0.0, [0.010, 0.020, 0.040], 5, {}), Answer(0.001, [0.021], 1, {})]
     found = describe(answers, 0.0)
     assert (found["streams"], found["tokens"], found["events"], found["seconds"]) == (2, 6, 4, 0.04)
     assert (found["tokens_per_s"], found["tokens_per_event"]) == (150.0, 1.5)
     assert (found["ttft_ms"]["p50"], found["gap_ms"]["max"], found["tpot_ms"]["max"]) == (15.0, 20.0, 7.5)
-    assert describe([Timed(0.0, [0.5], 1)], 0.0)["gap_ms"] is None
+    assert describe([Answer(0.0, [0.5], 1, {})], 0.0)["gap_ms"] is None
 
 
 def test_the_same_engine_on_vllms_command_line() -> None:
