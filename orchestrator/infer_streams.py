@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from grpc import aio
-from tritonclient.grpc import service_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from orchestrator import contracts
 from orchestrator.errors import CancelledError, EngineError
-from orchestrator.wire import cancel_request, is_end
+from orchestrator.wire import cancel_request, error_response, is_end, mark_end
 
 # How long the orchestrator gets to end a request that nobody waits for. It takes one decode step.
 CANCEL_TIMEOUT_S = 10.0
@@ -56,7 +56,10 @@ class InferStreams:
 
 
 class InferStream:
-    """One open `ModelStreamInfer`. Triton takes its requests in order, so a stop cannot overtake what it stops."""
+    """One open `ModelStreamInfer`, for decoupled models alone: see `ask_once`.
+
+    Triton takes its requests in order, so a stop cannot overtake what it stops.
+    """
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -178,3 +181,19 @@ class Responses:
     def _raise_if_cancelled(self) -> None:
         if self._is_cancelled:
             raise CancelledError("the caller left")
+
+
+async def ask_once(streams: InferStreams, request: Any) -> Any:
+    """The one `ModelStreamInferResponse` of a model that is not decoupled, which cannot be ended once begun.
+
+    With `error_message` when Triton or the model refused. By `ModelInfer`, for on a stream such a request can crash
+    Triton 2.51: its end is noted after its memory may serve another request already, whose first response is then
+    taken for its last.
+    """
+    try:
+        answer = await streams.stub.ModelInfer(request)
+    except aio.AioRpcError as error:
+        return error_response(request.id, error.details() or error.code().name)
+    response = service_pb2.ModelStreamInferResponse(infer_response=answer)
+    mark_end(response)
+    return response

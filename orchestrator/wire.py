@@ -92,11 +92,16 @@ def is_end(response: Any) -> bool:
     return _IS_END in parameters and bool(parameters[_IS_END].bool_param)  # a look-up alone would add it
 
 
+def mark_end(response: Any) -> None:
+    """As Triton marks the last response of a request."""
+    response.infer_response.parameters[_IS_END].bool_param = True
+
+
 def error_response(request_id: str, message: str) -> Any:
     """The last `ModelStreamInferResponse` of a request that failed."""
     response = service_pb2.ModelStreamInferResponse(error_message=message)
     response.infer_response.id = request_id
-    response.infer_response.parameters[_IS_END].bool_param = True
+    mark_end(response)
     return response
 
 

@@ -243,9 +243,6 @@ class TritonPerson:
     async def hear(self, frame: Floats) -> float:
         return await self._listening.hear(frame.tobytes())
 
-    async def leave(self) -> None:
-        await self._listening.leave()
-
 
 class _PrometheusCounts(Counts):
     def turn(self, times: TurnTimes) -> None:

@@ -6,15 +6,15 @@ import contextlib
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpc import aio
 from tritonclient.grpc import service_pb2
 
 from orchestrator import contracts
-from orchestrator.errors import ApiError, from_message
-from orchestrator.infer_streams import InferStream, InferStreams, Responses
+from orchestrator.errors import from_message
+from orchestrator.infer_streams import InferStreams, Responses
 from orchestrator.limits.client import LimitsClient, answer_headers_of
 from orchestrator.readiness import find_not_ready
 from orchestrator.wire import (
@@ -100,7 +100,7 @@ class TritonClient:
 
     def listen(self) -> Listening:
         """To one person."""
-        return Listening(self._streams)
+        return Listening(self._infer)
 
     def speak(self, text: str, speed: float) -> Sound:
         """`text`, spoken."""
@@ -146,44 +146,29 @@ class EventStream:
 
 
 class Listening:
-    """A person's sound, frame by frame, through `vad`: one sequence on one stream. For one caller at a time."""
+    """A person's sound, frame by frame, through `vad`: one sequence. For one caller at a time."""
 
-    def __init__(self, streams: InferStreams) -> None:
-        self._streams = streams
-        self._stream: InferStream | None = None
+    def __init__(self, infer: Callable[[Any], Awaitable[dict[str, bytes]]]) -> None:
+        self._infer = infer
         self._sequence_id = 0
-        self._heard_s = 0.0  # when the last frame was
+        self._heard_s: float | None = None  # when the last frame was; None: nothing was yet, or it failed
 
     async def hear(self, frame: bytes) -> float:
-        """Little-endian FP32 [512], how probably he speaks. Raises `EngineError`."""
+        """Little-endian FP32 [512], how probably he speaks; raises as `TritonClient.embed_text`."""
         now_s = time.monotonic()
-        starts = self._stream is None or now_s - self._heard_s > _FORGOTTEN_S
-        self._heard_s = now_s
-        if self._stream is None:
-            self._stream = self._streams.borrow()
+        starts = self._heard_s is None or now_s - self._heard_s > _FORGOTTEN_S
+        self._heard_s = None
         if starts:
             self._sequence_id = random.getrandbits(62) + 1
-        request = new_request(contracts.VAD_MODEL, "")
+        request = service_pb2.ModelInferRequest(model_name=contracts.VAD_MODEL)
         add_floats(request, contracts.FRAME, frame)
         request.inputs[-1].shape[:] = [1, contracts.FRAME_SAMPLES]
         request.parameters["sequence_id"].int64_param = self._sequence_id
         request.parameters["sequence_start"].bool_param = starts
         request.parameters["sequence_end"].bool_param = False
-        try:
-            await self._stream.send(request)
-            response = await self._stream.receive()
-            if response.error_message:
-                raise from_message(response.error_message)
-        except ApiError:
-            await self.leave()
-            raise
-        return read_float(find_output(response, contracts.SPEECH_PROBABILITY) or b"")
-
-    async def leave(self) -> None:
-        """Triton forgets the sequence when it was idle for a while."""
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
-            await self._streams.give_back(stream)
+        probability = read_float((await self._infer(request))[contracts.SPEECH_PROBABILITY.name])
+        self._heard_s = now_s
+        return probability
 
 
 class Sound:

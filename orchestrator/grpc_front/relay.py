@@ -7,6 +7,7 @@ import logging
 import uuid
 from collections.abc import Iterable
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
@@ -18,7 +19,7 @@ from orchestrator.contracts import EMBEDDING_MODEL, FORWARDED_HEADERS, ORCHESTRA
 from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_prefixes
 from orchestrator.grpc_front.checks import check_request, most_tokens
 from orchestrator.grpc_front.scan import check_parts
-from orchestrator.infer_streams import InferStreams, Responses
+from orchestrator.infer_streams import InferStreams, Responses, ask_once
 from orchestrator.limits.client import LimitsClient, MeteredResponses
 from orchestrator.wire import ask_for_end, error_response, is_end
 
@@ -72,14 +73,14 @@ def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyRe
         if name in FORWARDED_HEADERS:
             request.parameters[name].string_param = value
     wants_end = ask_for_end(request)
-    responses = Responses(upstream.streams, request)
     if request.model_name == ORCHESTRATOR_MODEL:
-        return responses, wants_end
+        return Responses(upstream.streams, request), wants_end
     headers = [
         (name, request.parameters[name].string_param) for name in FORWARDED_HEADERS if name in request.parameters
     ]
     lengths = most_tokens(request) if request.model_name == EMBEDDING_MODEL else []
-    return MeteredResponses(upstream.limits, responses, request.model_name, lengths, headers), wants_end
+    ask = partial(ask_once, upstream.streams, request)
+    return MeteredResponses(upstream.limits, ask, request.model_name, lengths, headers), wants_end
 
 
 async def infer(upstream: Upstream, data: bytes, metadata: Metadata) -> Any:

@@ -171,36 +171,39 @@ async def _read_event(reading: AsyncGenerator[Any, None]) -> tuple[Any, dict[str
 
 
 class MeteredResponses:
-    """The `Responses` of a request to "embedding" or "ocr", in its turn; `cancel` as theirs."""
+    """The response of a request to "embedding" or "ocr", in its turn; `cancel` as of `Responses`."""
 
     def __init__(
-        self, limits: LimitsClient, responses: Responses, model: str, lengths: Sequence[int], headers: Headers
+        self,
+        limits: LimitsClient,
+        ask: Callable[[], Awaitable[Any]],
+        model: str,
+        lengths: Sequence[int],
+        headers: Headers,
     ) -> None:
         """`lengths` are the most tokens that each input may have."""
         self._place = Place()
         self.cancel: Callable[[], Awaitable[None]] = self._place.cancel
-        self._responses = responses
+        self._ask = ask
         self._has_tokens = bool(lengths)
-        self._serving = partial(limits.serve, self._place, model, lengths, list(headers), self._read_all)
+        self._serving = partial(limits.serve, self._place, model, lengths, list(headers), self._serve)
 
     async def read(self) -> AsyncGenerator[Any, None]:
-        """As `Responses.read`, when the last one is there; the quotas' headers are parameters of the first."""
-        for response in await self._place.watch(self._serving()):
-            yield response
+        """What `ask` returns, a `ModelStreamInferResponse`; the quotas' headers are parameters of it."""
+        yield await self._place.watch(self._serving())
 
-    async def _read_all(self) -> list[Any]:
-        responses = [response async for response in self._responses.read()]
-        for response in responses:
-            if response.error_message:
-                self._place.outcome = EngineError.code
-            elif self._has_tokens and response.infer_response.outputs:
-                # Who asked for the vectors alone is charged for the most it can be.
-                raw = find_output(response, NUM_TOKENS)
-                self._place.num_tokens = None if raw is None else sum(memoryview(raw).cast("i"))
-        if not responses[0].error_message:
-            for name, value in self._place.headers.items():
-                responses[0].infer_response.parameters[name].string_param = value
-        return responses
+    async def _serve(self) -> Any:
+        response = await self._ask()
+        if response.error_message:
+            self._place.outcome = EngineError.code
+            return response
+        if self._has_tokens:
+            # Who asked for the vectors alone is charged for the most it can be.
+            raw = find_output(response, NUM_TOKENS)
+            self._place.num_tokens = None if raw is None else sum(memoryview(raw).cast("i"))
+        for name, value in self._place.headers.items():
+            response.infer_response.parameters[name].string_param = value
+        return response
 
 
 def answer_headers_of(response: Any) -> dict[str, str]:

@@ -32,8 +32,6 @@ class Person(Protocol):
         """FP32 [512] at 16 kHz, how probably he speaks."""
         ...
 
-    async def leave(self) -> None: ...
-
 
 class Engines(Protocol):
     """All raise the `ApiError` that the model answered with. Who is cancelled while he waits stops nothing."""

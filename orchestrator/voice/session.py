@@ -154,8 +154,6 @@ class Session:
         """Ends all that is under way, in the engines too."""
         for response in list(self._responses):
             response.cancel("client_cancelled")
-        if self._person is not None:
-            await self._person.leave()
         for task in (*self._tasks, *self._transcribing):
             if task.get_name() != "response":
                 task.cancel()

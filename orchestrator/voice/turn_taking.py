@@ -73,7 +73,8 @@ class TurnPolicy:
     # ... and this much is an interruption, whatever it is.
     interrupt_frames: int = 47
     # In this silence a hushed answer goes on, once nothing was understood but little words; in the second in any case.
-    resume_frames: int = 8
+    # "Yeah, but ..." has up to 8 frames of it at the comma.
+    resume_frames: int = 12
     resume_anyway_frames: int = 62
 
     def required_silence_ms(self, text: str | None, done: float) -> int:

@@ -145,6 +145,32 @@ def test_through_the_front_as_from_triton_itself(stack: Stack) -> None:
     assert heard[0] == heard[1]
 
 
+def test_models_of_both_kinds_side_by_side(cpu_stack: Stack) -> None:
+    """Triton 2.51 crashes in a second or two when requests to a model that is not decoupled come by streams as well."""
+    until_s = time.monotonic() + 6
+
+    def embed(stub: Any) -> set[str]:
+        """Several on one stream."""
+        message = new_request(contracts.EMBEDDING_MODEL)
+        add_string(message, contracts.TEXT, b"good morning", (1, 1))
+        return {response.error_message for response in stub.ModelStreamInfer(iter([message] * 4))}
+
+    def generate(stub: Any) -> set[str]:
+        message = request(messages=[{"role": "user", "content": "Hi"}], max_tokens=3, stream=True)
+        return {response.error_message for response in stub.ModelStreamInfer(iter([message]))}
+
+    def call(ask: Callable[[Any], set[str]]) -> set[str]:
+        errors = set()
+        with grpc.insecure_channel(cpu_stack.front_url) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            while time.monotonic() < until_s:
+                errors |= ask(stub)
+        return errors
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set().union(*pool.map(call, [embed, generate] * 4)) == {""}
+
+
 # --- leaving -----------------------------------------------------------------------------------------------
 
 

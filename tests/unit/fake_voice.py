@@ -74,8 +74,6 @@ class FakePerson:
     async def hear(self, frame: np.ndarray) -> float:
         return 0.95 if np.abs(frame).max() > 0.1 else 0.02
 
-    async def leave(self) -> None: ...
-
 
 class FakeEngines:
     """What is transcribed is `says`, the judge says `done`; the model answers `answer_deltas`."""

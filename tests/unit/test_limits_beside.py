@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -314,7 +314,7 @@ def test_what_a_place_was_cancelled_for_is_what_its_request_fails_with() -> None
 # --- by the gRPC front -----------------------------------------------------------------------------------------
 
 
-class FakeResponses:
+class FakeModel:
     """Of a request to `embedding`: one response, and its end."""
 
     def __init__(self, num_tokens: list[int] | None, error: str = "") -> None:
@@ -327,31 +327,30 @@ class FakeResponses:
             self._response.infer_response.outputs.add(name="embedding", datatype="FP32", shape=(1, 384))
             self._response.infer_response.raw_output_contents.append(bytes(1536))
 
-    async def read(self) -> AsyncIterator[Any]:
+    async def ask(self) -> Any:
         await self.go.wait()
-        yield self._response
-        yield service_pb2.ModelStreamInferResponse()
+        return self._response
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "error", "used"),
     [([5, 7], "", Amount(1, 12)), (None, "", Amount(1, 30)), (None, "it failed", Amount(1, 0))],
 )
-def test_responses_bring_the_headers_and_say_what_was_used(
+def test_the_response_brings_the_headers_and_says_what_was_used(
     num_tokens: list[int] | None, error: str, used: Amount, tmp_path: Path
 ) -> None:
     beside = Beside(tmp_path, a={"tokens_per_minute": 100})
 
     async def scenario() -> None:
-        responses = FakeResponses(num_tokens, error)
-        responses.go.set()
-        metered = MeteredResponses(beside.client, responses, "embedding", [10, 20], headers("a"))  # type: ignore[arg-type]
-        first, last = [response async for response in metered.read()]
-        assert first.error_message == error
+        model = FakeModel(num_tokens, error)
+        model.go.set()
+        metered = MeteredResponses(beside.client, model.ask, "embedding", [10, 20], headers("a"))
+        (response,) = [response async for response in metered.read()]
+        assert response.error_message == error
         names = (
             [] if error else ["x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"]
         )
-        assert sorted(first.infer_response.parameters) == names and not last.infer_response.parameters
+        assert sorted(response.infer_response.parameters) == names
         await beside.settled()
         assert await beside.used("a") == used
         assert (beside.operations._queues["embedding"].pace.predict_s() == 0.0) == bool(error)
@@ -363,8 +362,8 @@ def test_a_caller_that_cancels_hears_it_at_once_and_what_was_begun_ends() -> Non
     beside = Beside(limits=ONE)
 
     async def scenario() -> None:
-        responses = FakeResponses([3])
-        metered = MeteredResponses(beside.client, responses, "embedding", [9], ())  # type: ignore[arg-type]
+        model = FakeModel([3])
+        metered = MeteredResponses(beside.client, model.ask, "embedding", [9], ())
         reading = asyncio.create_task(anext(metered.read()))
         while not beside.num_running["embedding"]:
             await asyncio.sleep(0.001)
@@ -372,7 +371,7 @@ def test_a_caller_that_cancels_hears_it_at_once_and_what_was_begun_ends() -> Non
         with pytest.raises(CancelledError):
             await reading
         assert beside.num_running["embedding"] == 1
-        responses.go.set()
+        model.go.set()
         await beside.settled()
 
     run(scenario)
