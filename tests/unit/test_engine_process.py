@@ -98,6 +98,7 @@ class RunningWorker:
         self._output = CommandReader(self._out_fd)  # it reads any JSON lines
         self._seen: list[dict[str, Any]] = []
         self.died: Exception | None = None
+        self._may_step = stepper.may_step
         self._worker = Worker(stepper, CommandReader(commands_fd), chunks_fd)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -130,6 +131,7 @@ class RunningWorker:
 
     def end(self) -> None:
         os.close(self._in_fd)
+        self._may_step.release()  # the last step, if it waits for one; then it sees that the input ended
         self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive()
         for fd in (self._out_fd, *self._fds):
@@ -145,7 +147,6 @@ def stepper() -> FakeStepper:
 def worker(stepper: FakeStepper) -> Iterator[RunningWorker]:
     worker = RunningWorker(stepper)
     yield worker
-    stepper.may_step.release(1000)
     worker.end()
 
 
