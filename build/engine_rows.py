@@ -14,7 +14,8 @@ class OpenVINOParameters(Row):
     """Engine `openvino`: OpenVINO GenAI's continuous batching. Where TensorRT-LLM has a name, it is used.
 
     The KV pool is `max_tokens_in_paged_kv_cache` tokens, `max_num_tokens` is the most tokens in one step over
-    all requests; `num_draft_tokens` and `max_ngram_size` matter with `speculation` "prompt_lookup".
+    all requests; `num_draft_tokens` and `max_ngram_size` matter with `speculation` "prompt_lookup". While eight or more
+    requests run, a chunk is sent when it holds `stream_interval` tokens.
     """
 
     engine: Literal["openvino"]
@@ -24,6 +25,7 @@ class OpenVINOParameters(Row):
     enable_chunked_context: bool
     max_num_tokens: Count
     exclude_input_in_output: bool
+    stream_interval: Count
     speculation: Literal["none", "prompt_lookup"]
     num_draft_tokens: Count
     max_ngram_size: Count

@@ -24,7 +24,8 @@ def read_parameters(model_folder: Path) -> dict[str, str]:
     """The engine's settings in config.pbtxt."""
     config = text_format.Parse((model_folder / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
     parameters = {key: value.string_value for key, value in config.parameters.items()}
-    parameters.pop("exclude_input_in_output", None)  # the Triton model's, not the engine's
+    for name in ("exclude_input_in_output", "stream_interval"):  # of the way out of the engine
+        parameters.pop(name, None)
     parameters["max_batch_size"] = str(config.max_batch_size)
     return parameters
 

@@ -28,6 +28,8 @@ from orchestrator.engines import Chunk, EngineRefusal, EngineRequest, Stepper, c
 log = logging.getLogger("orchestrator.engine")
 
 READ_BYTES = 1 << 16
+# From so many live requests on, a row's `stream_interval` holds: with fewer the processor has time for each token.
+BUSY_REQUESTS = 8
 # With DEBUG, every chunk's token ids are logged.
 LOG_LEVEL_VARIABLE = "TRITON_REALTIME_LOG_LEVEL"
 
@@ -51,13 +53,52 @@ class CommandReader:
         return commands
 
 
+class StreamInterval:
+    """Lets a token wait for the next one of its request, so that many requests' tokens travel in fewer chunks.
+
+    A first token never waits, nor does a last one. TensorRT-LLM and vLLM know it by the same name.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        """`num_tokens` is the size of a chunk: 1 lets none wait."""
+        self._num_tokens = num_tokens
+        self._begun: set[str] = set()
+        self._held: dict[str, Chunk] = {}
+
+    def join(self, chunks: dict[str, Chunk], num_live: int) -> dict[str, Chunk]:
+        """Those of a step's chunks that go now, with what waited for them."""
+        if self._num_tokens == 1:
+            return chunks
+        ready: dict[str, Chunk] = {}
+        for request_id, chunk in chunks.items():
+            if held := self._held.pop(request_id, None):
+                log_probs = None if chunk.log_probs is None else [*(held.log_probs or []), *chunk.log_probs]
+                chunk = chunk._replace(token_ids=held.token_ids + chunk.token_ids, log_probs=log_probs)
+            may_wait = num_live >= BUSY_REQUESTS and request_id in self._begun and not chunk.finished
+            if may_wait and len(chunk.token_ids) < self._num_tokens:
+                self._held[request_id] = chunk
+                continue
+            ready[request_id] = chunk
+            if chunk.finished:
+                self.forget(request_id)
+            else:
+                self._begun.add(request_id)
+        return ready
+
+    def forget(self, request_id: str) -> None:
+        """It ended; what waits of it nobody reads."""
+        self._begun.discard(request_id)
+        self._held.pop(request_id, None)
+
+
 class Worker:
     """Requests join and leave between two steps, whatever the others do."""
 
-    def __init__(self, stepper: Stepper, commands: CommandReader, out_fd: int) -> None:
+    def __init__(self, stepper: Stepper, commands: CommandReader, out_fd: int, stream_interval: int = 1) -> None:
         self._stepper = stepper
         self._commands = commands
         self._out_fd = out_fd
+        self._interval = StreamInterval(stream_interval)
         self._live: set[str] = set()
         self._kv_cache_usage = stepper.kv_cache_usage()  # as it was written last
         # When the last steps began, for the log line that proves how soon a stop took effect.
@@ -77,7 +118,7 @@ class Worker:
             self._write(chunks)
             if self._stepper.has_requests():
                 self._step_began_s.append(time.monotonic())
-                self._write(self._stepper.step())
+                self._write(self._interval.join(self._stepper.step(), len(self._live)))
 
     def _add(self, request: EngineRequest, chunks: dict[str, Chunk]) -> None:
         try:
@@ -91,6 +132,7 @@ class Worker:
             return
         self._live.remove(request_id)  # a second stop may be right behind
         self._stepper.stop(request_id)
+        self._interval.forget(request_id)
         chunks[request_id] = Chunk([], finished=True)
         line = {"event": "engine_stopped", "request_id": request_id, "monotonic_s": time.monotonic()}
         log.info(json.dumps(line | {"last_steps_began_s": list(self._step_began_s)}))
@@ -130,9 +172,10 @@ def main() -> None:
 
             run_worker(parameters, model_dir, commands, out_fd)
             return
+        stream_interval = int(parameters.pop("stream_interval", "1"))
         stepper = create_stepper(parameters, model_dir)
         write_line(out_fd, {"ready": True, "kv_cache_usage": stepper.kv_cache_usage()})
-        Worker(stepper, commands, out_fd).run()
+        Worker(stepper, commands, out_fd, stream_interval).run()
     except Exception as error:
         log.exception("the engine failed")
         write_line(out_fd, {"failed": f"the engine failed: {type(error).__name__}: {error}"})

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import queue
+import random
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer
 
 from orchestrator.engines import Chunk, EngineRefusal, EngineRequest
 from orchestrator.engines.process import ProcessEngine
-from orchestrator.engines.worker import CommandReader, Worker, write_line
+from orchestrator.engines.worker import BUSY_REQUESTS, CommandReader, StreamInterval, Worker, write_line
 
 PARAMETERS = {"engine": "scripted", "max_batch_size": "8", "context_window": "8192", "vocab_size": "49152"}
 TIMEOUT_S = 10.0
@@ -204,6 +205,43 @@ def test_a_refused_request_disturbs_nobody(stepper: FakeStepper, worker: Running
         seen |= worker.chunks()
     assert seen["b"] == Chunk([], finished=True, error="request_output_len: too much")
     assert seen["a"].error is None
+
+
+def test_with_many_requests_tokens_travel_in_pairs() -> None:
+    interval = StreamInterval(2)
+
+    def step(num_live: int = BUSY_REQUESTS, **chunks: Chunk) -> dict[str, Chunk]:
+        return interval.join(chunks, num_live)
+
+    assert step(a=Chunk([1])) == {"a": Chunk([1])}, "the first token never waits"
+    assert step(a=Chunk([2], log_probs=[-0.2]), b=Chunk([7])) == {"b": Chunk([7])}
+    assert step(a=Chunk([3], log_probs=[-0.3])) == {"a": Chunk([2, 3], log_probs=[-0.2, -0.3])}
+    assert step(a=Chunk([4, 5])) == {"a": Chunk([4, 5])}, "enough by themselves"
+    assert step(a=Chunk([6])) == {}
+    assert step(BUSY_REQUESTS - 1, a=Chunk([7])) == {"a": Chunk([6, 7])}
+    assert step(BUSY_REQUESTS - 1, a=Chunk([8])) == {"a": Chunk([8])}
+    assert step(a=Chunk([9]), b=Chunk([8])) == {}
+    assert step(a=Chunk([], finished=True)) == {"a": Chunk([9], finished=True)}, "the last never waits"
+    interval.forget("b")
+    assert step(b=Chunk([1])) == {"b": Chunk([1])}, "the same id anew"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_token_is_lost_by_waiting(size: int) -> None:
+    chance, interval = random.Random(size), StreamInterval(size)
+    sent: dict[str, list[int]] = {f"r{number}": [] for number in range(12)}
+    made: dict[str, list[int]] = {request_id: [] for request_id in sent}
+    live = set(sent)
+    while live:
+        chunks = {}
+        for request_id in chance.sample(sorted(live), chance.randint(1, len(live))):
+            token_ids = [chance.randrange(100) for _ in range(chance.randint(0, 2))]
+            made[request_id] += token_ids
+            chunks[request_id] = Chunk(token_ids, finished=chance.random() < 0.1)
+        for request_id, chunk in interval.join(chunks, len(live)).items():
+            sent[request_id] += chunk.token_ids
+        live -= {request_id for request_id, chunk in chunks.items() if chunk.finished}
+    assert sent == made
 
 
 def test_a_command_in_pieces(stepper: FakeStepper, worker: RunningWorker) -> None:
