@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -12,6 +13,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from orchestrator import contracts
 from orchestrator.errors import CancelledError, EngineError
+from orchestrator.local_socket import SOCKETS_VARIABLE, LocalCall, socket_of
 from orchestrator.wire import cancel_request, error_response, is_end, mark_end
 
 # How long the orchestrator gets to end a request that nobody waits for. It takes one decode step.
@@ -22,11 +24,16 @@ class InferStreams:
     """The idle streams to one Triton, on one shared channel. For one event loop, inside which it connects."""
 
     def __init__(self, url: str) -> None:
-        """`url` is host:port of Triton's gRPC service; nothing is sent before the first request."""
+        """`url` is host:port of Triton's gRPC service; nothing is sent before the first request.
+
+        Where this process is told of its orchestrator's sockets (`local_socket`), the orchestrator is reached by them.
+        """
         self._url = url
+        sockets = os.environ.get(SOCKETS_VARIABLE)
+        self._sockets = sockets and socket_of(sockets, url)
         self._channel: aio.Channel | None = None
         self._stub: Any = None
-        self._idle: list[InferStream] = []  # the most recently used last
+        self._idle: dict[bool, list[InferStream]] = {False: [], True: []}  # by `is_local`; the last used last
 
     @property
     def stub(self) -> Any:
@@ -36,8 +43,14 @@ class InferStreams:
             self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         return self._stub
 
-    def borrow(self) -> InferStream:
-        return self._idle.pop() if self._idle else InferStream(self.stub.ModelStreamInfer())
+    def borrow(self, model: str) -> InferStream:
+        """For requests to `model`, which is decoupled."""
+        is_local = bool(self._sockets) and model == contracts.ORCHESTRATOR_MODEL
+        if idle := self._idle[is_local]:
+            return idle.pop()
+        if self._sockets and is_local:
+            return InferStream(LocalCall(self._sockets), is_local=True)
+        return InferStream(self.stub.ModelStreamInfer())
 
     async def give_back(self, stream: InferStream) -> None:
         """Keep `stream` for the next request if all of this one was heard; else let it end by itself.
@@ -45,12 +58,14 @@ class InferStreams:
         By itself: cancelling a stream at the moment its request ends leaks that request in Triton 2.51.
         """
         if stream.is_idle:
-            self._idle.append(stream)
+            self._idle[stream.is_local].append(stream)
         else:
             await stream.retire()
 
     async def close(self) -> None:
         """End every stream."""
+        for stream in self._idle[True]:
+            stream.give_up()
         if self._channel is not None:
             await self._channel.close()
 
@@ -61,7 +76,8 @@ class InferStream:
     Triton takes its requests in order, so a stop cannot overtake what it stops.
     """
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, *, is_local: bool = False) -> None:
+        self.is_local = is_local
         self._call = call
         self._num_open = 0  # requests sent whose end was not received
         self._is_broken = False
@@ -82,7 +98,8 @@ class InferStream:
             except asyncio.CancelledError:
                 self._is_broken = True
                 raise
-            except (aio.AioRpcError, asyncio.InvalidStateError) as error:  # the second: it had ended before the write
+            # The second: it had ended before the write.
+            except (aio.AioRpcError, asyncio.InvalidStateError, OSError) as error:
                 raise self._broke(error) from error
 
     async def receive(self) -> Any:
@@ -146,7 +163,7 @@ class Responses:
         Closing it early cancels. Raises `EngineError` when Triton itself failed, `CancelledError` once cancelled.
         """
         self._raise_if_cancelled()
-        self._stream = stream = self._streams.borrow()
+        self._stream = stream = self._streams.borrow(self._request.model_name)
         ended = False
         try:
             await stream.send(self._request)

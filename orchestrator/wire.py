@@ -92,9 +92,23 @@ def is_end(response: Any) -> bool:
     return _IS_END in parameters and bool(parameters[_IS_END].bool_param)  # a look-up alone would add it
 
 
-def mark_end(response: Any) -> None:
-    """As Triton marks the last response of a request."""
-    response.infer_response.parameters[_IS_END].bool_param = True
+def mark_end(response: Any, is_end: bool = True) -> None:
+    """As Triton marks whether a `ModelStreamInferResponse` is the last of its request."""
+    response.infer_response.parameters[_IS_END].bool_param = is_end
+
+
+def add_output(infer_response: Any, spec: TensorSpec, value: bytes) -> None:
+    """Add the STRING output `spec` of shape [1] to a `ModelInferResponse`."""
+    infer_response.outputs.add(name=spec.name, datatype="BYTES", shape=(1,))
+    infer_response.raw_output_contents.append(struct.pack("<I", len(value)) + value)
+
+
+def read_parameters(request: Any) -> dict[str, str]:
+    """The parameters of a `ModelInferRequest` as text, as Triton's Python backend gives them."""
+    return {
+        name: str(getattr(value, value.WhichOneof("parameter_choice") or "string_param"))
+        for name, value in request.parameters.items()
+    }
 
 
 def error_response(request_id: str, message: str) -> Any:

@@ -27,6 +27,7 @@ from orchestrator.config import Embedder, load_tiers, read_toml
 from orchestrator.errors import ApiError, OverloadedError
 from orchestrator.limits import create_gate
 from orchestrator.limits.operations import Operations
+from orchestrator.local_socket import SOCKETS_VARIABLE, LocalSink, listen, socket_of
 from orchestrator.pipeline import Pipeline
 from orchestrator.quality import create_quality
 from orchestrator.text_engine import LLMAPI
@@ -43,6 +44,7 @@ from orchestrator.triton.routing_metrics import RoutingMetrics
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
 from orchestrator.triton.text_client import EngineClients, GrpcTextClient
+from orchestrator.wire import read_parameters, read_strings
 
 log = logging.getLogger("orchestrator.requests")
 
@@ -121,6 +123,11 @@ class OrchestratorModel:
         self._is_finished = asyncio.Event()
         self._publishing = asyncio.run_coroutine_threadsafe(self._publish_metrics(), self._loop)
         self._watching = asyncio.run_coroutine_threadsafe(self._watch_quality(), self._loop)
+        self._listener: asyncio.AbstractServer | None = None
+        if sockets := os.environ.get(SOCKETS_VARIABLE):
+            path = socket_of(sockets, url, args["model_instance_name"])
+            listening = asyncio.run_coroutine_threadsafe(listen(path, self._receive_local), self._loop)
+            self._listener = listening.result()
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -144,9 +151,22 @@ class OrchestratorModel:
             return
         body = pb_utils.get_input_tensor_by_name(request, contracts.REQUEST.name).as_numpy()
         call = Call(body.reshape(-1)[0], parameters, TritonSink(sender))
-        self._loop.call_soon_threadsafe(self._start, call, sender, request_id)
+        self._loop.call_soon_threadsafe(self._start, call, request_id, sender)
 
-    def _start(self, call: Call, sender: Sender, request_id: str) -> None:
+    def _receive_local(self, request: Any, sink: LocalSink) -> Call | None:
+        """From who runs beside this server; on the loop."""
+        parameters = read_parameters(request)
+        if contracts.CANCEL_PARAMETER in parameters:
+            self._cancel(request.id)
+            sink.send(None, final=True)
+            return None
+        (body,) = read_strings(request.raw_input_contents[0])
+        call = Call(body, parameters, sink)
+        self._start(call, request.id)
+        return call
+
+    def _start(self, call: Call, request_id: str, sender: Sender | None = None) -> None:
+        """Without `sender` it is told when the caller leaves."""
         # Of operations on limits each is short, or in a queue that is bounded, or the end of one that is.
         is_counted = contracts.LIMITS_OPERATION_PARAMETER not in call.parameters
         if is_counted and self._num_live >= self._max_live_requests:
@@ -156,7 +176,7 @@ class OrchestratorModel:
         self._num_live += is_counted
         if request_id:  # now, not when its task first runs: the order to cancel it may be right behind
             self._calls[request_id] = call
-        self._spawn(self._serve(call, sender, request_id))
+        self._spawn(self._serve(call, request_id, sender))
 
     def _cancel(self, request_id: str) -> None:
         if call := self._calls.get(request_id):
@@ -167,13 +187,14 @@ class OrchestratorModel:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, call: Call, sender: Sender, request_id: str) -> None:
+    async def _serve(self, call: Call, request_id: str, sender: Sender | None) -> None:
         def leave() -> None:  # on the watcher's thread
             self._loop.call_soon_threadsafe(lambda: self._spawn(call.cancel()))
 
-        key = self._watcher.watch(
-            sender.is_cancelled, leave, seldom=contracts.SAYS_CANCELS_PARAMETER in call.parameters
-        )
+        says_cancels = contracts.SAYS_CANCELS_PARAMETER in call.parameters
+        watched = None
+        if sender is not None:
+            watched = self._watcher.watch(sender.is_cancelled, leave, seldom=says_cancels)
         try:
             operation = call.parameters.get(contracts.CACHE_OPERATION_PARAMETER)
             if contracts.LIMITS_OPERATION_PARAMETER in call.parameters:
@@ -183,11 +204,14 @@ class OrchestratorModel:
             else:
                 await self._pipeline.run(call)
         finally:
-            self._watcher.unwatch(key)
+            if watched is not None:
+                self._watcher.unwatch(watched)
             self._calls.pop(request_id, None)
             self._num_live -= contracts.LIMITS_OPERATION_PARAMETER not in call.parameters
 
     async def _finish(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         while self._tasks:
             await asyncio.wait(self._tasks)
         await self._pipeline.finish()

@@ -77,7 +77,7 @@ class GrpcEngineClient:
     async def _stream(
         self, model: str, request: EngineRequest, tensors: LoraTensors | None
     ) -> AsyncGenerator[Chunk, None]:
-        stream = self._streams.borrow()
+        stream = self._streams.borrow(model)
         self._live[request.request_id] = stream
         ended = False
         try:

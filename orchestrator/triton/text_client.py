@@ -33,7 +33,7 @@ class GrpcTextClient:
         self._stopped: set[str] = set()
 
     async def stream(self, model: str, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
-        stream = self._streams.borrow()
+        stream = self._streams.borrow(model)
         self._live[request.request_id] = stream
         ended, said = False, ""
         try:

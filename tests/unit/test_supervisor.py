@@ -71,7 +71,7 @@ class Fakes:
         command = self.command("gateway", self.ports.gateway, gateway)
         front = self.command("grpc_front", self.ports.grpc_front, grpc_front)
         with Cleaner() as cleaner:
-            supervise(launch, command, front, self.facts, drain_timeout_s, signals, cleaner)
+            supervise(launch, command, front, dict(os.environ), self.facts, drain_timeout_s, signals, cleaner)
 
     def is_ready(self) -> bool:
         return self.ready_file.exists()

@@ -1,0 +1,152 @@
+"""The short way to the orchestrator, for who runs on the same machine: Triton's stream messages on a Unix socket.
+
+By Triton's gRPC a request passes four more threads on its way in and each event as many on its way out, which is a
+millisecond before the first token and a third of what a token costs. The gateway and the gRPC front come this way where
+`serve` has named one; for everybody else there is Triton.
+
+A message is its length (4 bytes, little-endian) and a `ModelInferRequest`, or back a `ModelStreamInferResponse` as
+Triton would send it. A connection that closes ends what runs on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import glob
+import json
+import os
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from grpc import aio
+from tritonclient.grpc import service_pb2
+
+from orchestrator.call import Call
+from orchestrator.contracts import EVENT, HEADERS, ORCHESTRATOR_MODEL
+from orchestrator.errors import ApiError
+from orchestrator.wire import add_output, error_response, mark_end
+
+# The environment variable with what the sockets' paths begin with: no more than this user may open them.
+SOCKETS_VARIABLE = "TRITON_REALTIME_SOCKETS"
+# A request is 1 MiB at most (`gateway.guard`, `grpc_front.checks`) beside its parameters; of events Triton's gRPC
+# clients take 4 MiB as well.
+MAX_MESSAGE_BYTES = 4 << 20
+_LENGTH_BYTES = 4
+
+
+def socket_of(prefix: str, grpc_url: str, instance: str = "*") -> str:
+    """Where the orchestrator of the Triton at `grpc_url` listens; with "*" a pattern for all its instances."""
+    return f"{prefix}{grpc_url.rpartition(':')[2]}-{instance}.sock"
+
+
+class LocalCall:
+    """To `InferStream` what gRPC's `ModelStreamInfer` is; it connects with the first message."""
+
+    def __init__(self, pattern: str) -> None:
+        """Of the sockets that `pattern` finds it takes one at random: they are the orchestrator's instances."""
+        self._pattern = pattern
+        self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def write(self, request: Any) -> None:
+        """Raises `OSError` when nobody listens."""
+        if self._connection is None:
+            if not (paths := glob.glob(self._pattern)):
+                raise FileNotFoundError(f"no orchestrator listens at {self._pattern}")
+            self._connection = await asyncio.open_unix_connection(random.choice(paths))
+        writer = self._connection[1]
+        writer.write(_frame(request))
+        await writer.drain()
+
+    async def read(self) -> Any:
+        """The next `ModelStreamInferResponse`; `grpc.aio.EOF` at the end."""
+        assert self._connection is not None
+        try:
+            return service_pb2.ModelStreamInferResponse.FromString(await _read(self._connection[0]))
+        except (asyncio.IncompleteReadError, OSError):
+            return aio.EOF
+
+    async def done_writing(self) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        if self._connection is not None:
+            self._connection[1].close()
+
+
+class LocalSink:
+    """Sends a call's events as responses to one request."""
+
+    def __init__(self, writer: asyncio.StreamWriter, request_id: str) -> None:
+        self.is_over = False
+        self._writer = writer
+        self._request_id = request_id
+        self._headers: dict[str, str] = {}  # for the first event to take along
+
+    def announce(self, headers: Mapping[str, str]) -> None:
+        self._headers = dict(headers)
+
+    def send(self, event: str | None, *, final: bool) -> None:
+        """With None and `final` just the end."""
+        response = service_pb2.ModelStreamInferResponse()
+        inferred = response.infer_response
+        inferred.model_name, inferred.model_version, inferred.id = ORCHESTRATOR_MODEL, "1", self._request_id
+        mark_end(response, final)
+        if event is not None:
+            add_output(inferred, EVENT, event.encode())
+        if self._headers:
+            add_output(inferred, HEADERS, json.dumps(self._headers).encode())
+            self._headers = {}
+        self._write(response, final)
+
+    def fail(self, error: ApiError) -> None:
+        self._write(error_response(self._request_id, error.to_message()), final=True)
+
+    def _write(self, response: Any, final: bool) -> None:
+        self.is_over = final
+        if not self._writer.is_closing():  # else the caller has left, which `listen` tells the call
+            self._writer.write(_frame(response))
+
+
+async def listen(path: str, receive: Callable[[Any, LocalSink], Call | None]) -> asyncio.AbstractServer:
+    """Take requests at `path`: `receive` gets each `ModelInferRequest` and returns the call that it begins, if any.
+
+    When a connection closes, its calls are cancelled. Only this user may connect.
+    """
+
+    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        begun: list[tuple[Call, LocalSink]] = []
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, OSError, DecodeError):
+                while True:
+                    request = service_pb2.ModelInferRequest.FromString(await _read(reader))
+                    sink = LocalSink(writer, request.id)
+                    if (call := receive(request, sink)) is not None:
+                        begun = [(call, sink), *(each for each in begun if not each[1].is_over)]
+        finally:
+            writer.close()
+            for call, sink in begun:
+                if not sink.is_over:
+                    await call.cancel()
+
+    Path(path).unlink(missing_ok=True)
+    before = os.umask(0o177)
+    try:
+        return await asyncio.start_unix_server(converse, path)
+    finally:
+        os.umask(before)
+
+
+def _frame(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    """One message. Raises `IncompleteReadError` at the end, `OSError` when what comes is none."""
+    size = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
+    if size > MAX_MESSAGE_BYTES:
+        raise OSError(f"a message of {size} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+    return await reader.readexactly(size)

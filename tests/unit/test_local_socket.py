@@ -1,0 +1,170 @@
+"""The Unix socket between gateway and orchestrator: what comes out is what Triton's gRPC would bring."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchestrator import contracts
+from orchestrator.call import Call
+from orchestrator.errors import EngineError, InvalidRequestError, from_message
+from orchestrator.infer_streams import InferStreams, Responses
+from orchestrator.limits.client import answer_headers_of
+from orchestrator.local_socket import MAX_MESSAGE_BYTES, SOCKETS_VARIABLE, LocalSink, listen, socket_of
+from orchestrator.wire import add_string, find_output, is_end, new_request, read_parameters, read_strings
+
+URL = "127.0.0.1:4711"
+Answer = Callable[[Call, LocalSink], None]
+
+
+class Orchestrator:
+    """What `answer` makes of each call; a call that nobody answers runs until it is cancelled."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.calls: list[Call] = []
+        self.ids: dict[str, Call] = {}
+
+    def receive(self, request: Any, sink: LocalSink) -> Call | None:
+        parameters = read_parameters(request)
+        if contracts.CANCEL_PARAMETER in parameters:
+            self._ending = asyncio.ensure_future(self._cancel(request.id))
+            sink.send(None, final=True)
+            return None
+        (body,) = read_strings(request.raw_input_contents[0])
+        call = self.ids[request.id] = Call(body, parameters, sink)
+        self.calls.append(call)
+        self.answer(call, sink)
+        return call
+
+    async def _cancel(self, request_id: str) -> None:
+        call = self.ids[request_id]
+        await call.cancel()
+        call.sink.fail(InvalidRequestError("it ends"))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Orchestrator]:
+    monkeypatch.setenv(SOCKETS_VARIABLE, f"{tmp_path}/s-")
+
+    def run(answer: Answer, scenario: Callable[[InferStreams], Awaitable[None]]) -> Orchestrator:
+        orchestrator = Orchestrator(answer)
+
+        async def main() -> None:
+            server = await listen(socket_of(f"{tmp_path}/s-", URL, "orchestrator_0_0"), orchestrator.receive)
+            streams = InferStreams(URL)
+            await scenario(streams)
+            await streams.close()
+            server.close()
+
+        asyncio.run(asyncio.wait_for(main(), 20))
+        return orchestrator
+
+    return run
+
+
+def ask(streams: InferStreams, body: bytes = b"{}", **parameters: str) -> Responses:
+    request = new_request(contracts.ORCHESTRATOR_MODEL, f"id-{len(body)}")
+    add_string(request, contracts.REQUEST, body)
+    for name, value in parameters.items():
+        request.parameters[name].string_param = value
+    return Responses(streams, request)
+
+
+def test_events_come_in_order_and_the_first_brings_the_headers(run: Callable[..., Orchestrator]) -> None:
+    def answer(call: Call, sink: LocalSink) -> None:
+        sink.announce({"x-ratelimit-limit-requests": "7"})
+        for number in range(3):
+            sink.send(f"{call.body.decode()} {number} ß", final=number == 2)
+
+    async def scenario(streams: InferStreams) -> None:
+        for body in (b"one", b"two"):  # on one connection
+            got = [response async for response in ask(streams, body).read()]
+            events = [read_strings(find_output(response, contracts.EVENT) or b"")[0].decode() for response in got]
+            assert events == [f"{body.decode()} {number} ß" for number in range(3)]
+            assert [is_end(response) for response in got] == [False, False, True]
+            assert [answer_headers_of(response) for response in got] == [{"x-ratelimit-limit-requests": "7"}, {}, {}]
+
+    calls = run(answer, scenario).calls
+    assert [call.parameters[contracts.SAYS_CANCELS_PARAMETER] for call in calls] == ["True", "True"]
+
+
+def test_an_error_is_the_one_that_was_told(run: Callable[..., Orchestrator]) -> None:
+    async def scenario(streams: InferStreams) -> None:
+        (response,) = [response async for response in ask(streams).read()]
+        error = from_message(response.error_message)
+        assert (type(error), error.message, error.param) == (InvalidRequestError, "no", "model")
+
+    run(lambda call, sink: sink.fail(InvalidRequestError("no", param="model")), scenario)
+
+
+def test_a_cancel_gets_through_and_the_stream_serves_the_next(run: Callable[..., Orchestrator]) -> None:
+    def answer(call: Call, sink: LocalSink) -> None:
+        if call.body == b"quick":
+            sink.send("done", final=True)
+        else:
+            sink.send("begun", final=False)
+
+    async def scenario(streams: InferStreams) -> None:
+        reading = ask(streams, b"forever").read()
+        await anext(reading)
+        await reading.aclose()
+        assert len([response async for response in ask(streams, b"quick").read()]) == 1
+
+    calls = run(answer, scenario).calls
+    assert [call.is_cancelled for call in calls] == [True, False]
+
+
+def test_a_connection_that_breaks_ends_what_runs_on_it_alone(run: Callable[..., Orchestrator]) -> None:
+    def answer(call: Call, sink: LocalSink) -> None:
+        sink.send("begun", final=call.body == b"over")
+
+    async def scenario(streams: InferStreams) -> None:
+        stream = streams.borrow(contracts.ORCHESTRATOR_MODEL)
+        for body in (b"over", b"runs"):
+            request = new_request(contracts.ORCHESTRATOR_MODEL, body.decode())
+            add_string(request, contracts.REQUEST, body)
+            await stream.send(request)
+            await stream.receive()
+        stream.give_up()
+        with pytest.raises(EngineError, match="Triton closed it"):
+            await stream.receive()
+        await asyncio.sleep(0.05)
+
+    calls = run(answer, scenario).calls
+    assert [(call.body, call.is_cancelled) for call in calls] == [(b"over", False), (b"runs", True)]
+
+
+def test_where_nobody_listens_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SOCKETS_VARIABLE, f"{tmp_path}/none-")
+
+    async def scenario() -> None:
+        with pytest.raises(EngineError, match="no orchestrator listens"):
+            await anext(ask(InferStreams(URL)).read())
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=200))
+def test_a_stranger_to_the_protocol_ends_his_own_connection(tmp_path: Path, data: bytes) -> None:
+    async def scenario() -> None:
+        path = f"{tmp_path}/fuzz.sock"
+        server = await listen(path, lambda request, sink: None)
+        assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
+        for message in (data, len(data).to_bytes(4, "little") + data, (MAX_MESSAGE_BYTES + 1).to_bytes(4, "little")):
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(message)
+            writer.write_eof()
+            assert await reader.read() == b""
+            writer.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
