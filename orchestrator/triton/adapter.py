@@ -103,8 +103,8 @@ class OrchestratorModel:
         routing, latencies = RoutingMetrics(), LatencyMetrics(self._pipeline.latencies)
         afterwards = AfterwardsMetrics(self._pipeline.spending, self._pipeline.afterwards)
 
-        def publish(num_live: int) -> None:  # on the watcher's thread: each number told is a round trip to the server
-            live.tell(num_live, model=contracts.ORCHESTRATOR_MODEL)
+        def publish(num_watched: int) -> None:  # on the watcher's thread: each number is a round trip to the server
+            live.tell(num_watched + self._num_local, model=contracts.ORCHESTRATOR_MODEL)
             beside = self._limits_operations.num_waiting()
             waiting = self._pipeline.dispatch.num_waiting()
             limits.publish({name: count + waiting.get(name, 0) for name, count in beside.items()})
@@ -112,6 +112,7 @@ class OrchestratorModel:
             afterwards.publish()
             latencies.publish()
 
+        self._num_local = 0  # calls that came by the socket, whose end is told and not watched for
         self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, publish)
         self._max_live_requests = tiers.limits.max_live_requests
         self._num_live = 0
@@ -195,6 +196,7 @@ class OrchestratorModel:
         watched = None
         if sender is not None:
             watched = self._watcher.watch(sender.is_cancelled, leave, seldom=says_cancels)
+        self._num_local += sender is None
         try:
             operation = call.parameters.get(contracts.CACHE_OPERATION_PARAMETER)
             if contracts.LIMITS_OPERATION_PARAMETER in call.parameters:
@@ -204,6 +206,7 @@ class OrchestratorModel:
             else:
                 await self._pipeline.run(call)
         finally:
+            self._num_local -= sender is None
             if watched is not None:
                 self._watcher.unwatch(watched)
             self._calls.pop(request_id, None)

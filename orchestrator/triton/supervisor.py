@@ -40,7 +40,7 @@ _EXIT_MARGIN_S = 5.0
 _PROBE_TIMEOUT_S = 2.0
 # gRPC's newer event engine hands each message to a thread of its own: of what a token costs the orchestrator a quarter,
 # measured with grpcio 1.85 by `perf token-path`.
-_GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener,-event_engine_dns"
+_GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
 # Far above what loading the largest engine from a cold disk takes; a stub that cannot start says nothing at all.
 START_TIMEOUT_S = 600.0
 
