@@ -1,4 +1,4 @@
-"""Open gRPC streams to Triton, used by one request after another: opening one costs over a millisecond."""
+"""Open streams to Triton and to its orchestrator, used by one request after another: to open one takes over 1 ms."""
 
 from __future__ import annotations
 
