@@ -134,7 +134,7 @@ class OpenVINOStepper:
         scheduler.dynamic_split_fuse = settings.enable_chunked_context
         folder = str(model_dir / "openvino")
         options: dict[str, Any] = {"KV_CACHE_PRECISION": settings.kv_cache_precision}
-        if settings.kv_cache_precision == "f32":  # a processor with bfloat16 would compute in it, and then take no other
+        if settings.kv_cache_precision == "f32":  # else a processor with bfloat16 computes in it, and takes no other
             options["INFERENCE_PRECISION_HINT"] = "f32"
         if settings.speculation == "prompt_lookup":
             options["prompt_lookup"] = True
