@@ -146,6 +146,45 @@ def _routing(result: Result) -> list[Figure]:
     ]
 
 
+def _voice(result: Result) -> list[Figure]:
+    sound_ms, barge_in_ms, beside = (
+        result["speech_end_to_audio_ms"],
+        result["barge_in_ms"],
+        result["parallel"]["speech_end_to_audio_ms"],
+    )
+    many = f"{result['parallel']['sessions']} sessions at once: {beside['p50']:.0f}, {beside['p95']:.0f}"
+    what = f"from the last sound of a spoken question to the first of its answer, {result['turns']} turns"
+    cut = f"pauses of 0.7 s inside of a sentence that were taken for its end, of {result['pauses']}"
+    return [
+        Figure(f"{what}, p50 ({many} ms)", f"{sound_ms['p50']:.0f} ms", sound_ms["p50"], "≤", 900, " ms"),
+        Figure("the same, p95", f"{sound_ms['p95']:.0f} ms", sound_ms["p95"], "≤", 1500, " ms"),
+        Figure(
+            "from the first sound of an interruption to silence, p95",
+            f"{barge_in_ms['p95']:.0f} ms",
+            barge_in_ms["p95"],
+            "≤",
+            200,
+            " ms",
+        ),
+        Figure(cut, f"{result['false_cutoffs']:.0%}", result["false_cutoffs"], "≤", 0.05),
+    ]
+
+
+def _ocr(result: Result) -> list[Figure]:
+    batched, unbatched = result["batched"]["16"]["pages_per_s"], result["unbatched"]["16"]["pages_per_s"]
+    gain, against = result["batching_gain"], result["against_rapidocr"]["16"]
+    return [
+        Figure(
+            "OCR, pages/s with dynamic batching ÷ without, 16 clients",
+            f"{gain:.2f} ({batched:.1f} ÷ {unbatched:.1f}; lines a batch {result['batch_size']:.1f}; "
+            f"÷ rapidocr called directly {against:.1f})",
+            gain,
+            "≥",
+            1,
+        )
+    ]
+
+
 # By the name of the file, in README's order.
 FIGURES: dict[str, Callable[[Result], list[Figure]]] = {
     "overhead": _overhead,
@@ -156,6 +195,8 @@ FIGURES: dict[str, Callable[[Result], list[Figure]]] = {
     "cancel": _cancel,
     "cache-speed": _cache_speed,
     "routing": _routing,
+    "voice": _voice,
+    "ocr": _ocr,
 }
 
 

@@ -56,12 +56,14 @@ class CommandReader:
 class StreamInterval:
     """Lets a token wait for the next one of its request, so that many requests' tokens travel in fewer chunks.
 
-    A first token never waits, nor does a last one. TensorRT-LLM and vLLM know it by the same name.
+    What waits goes in the same step for all: their chunks then wake each process of the way once. A first token never
+    waits, nor does a last one. TensorRT-LLM and vLLM know it by the same name.
     """
 
     def __init__(self, num_tokens: int) -> None:
         """`num_tokens` is the size of a chunk: 1 lets none wait."""
         self._num_tokens = num_tokens
+        self._num_steps = 0
         self._begun: set[str] = set()
         self._held: dict[str, Chunk] = {}
 
@@ -69,13 +71,15 @@ class StreamInterval:
         """Those of a step's chunks that go now, with what waited for them."""
         if self._num_tokens == 1:
             return chunks
+        self._num_steps += 1
+        is_time = num_live < BUSY_REQUESTS or self._num_steps % self._num_tokens == 0
         ready: dict[str, Chunk] = {}
         for request_id, chunk in chunks.items():
             if held := self._held.pop(request_id, None):
                 log_probs = None if chunk.log_probs is None else [*(held.log_probs or []), *chunk.log_probs]
                 chunk = chunk._replace(token_ids=held.token_ids + chunk.token_ids, log_probs=log_probs)
-            may_wait = num_live >= BUSY_REQUESTS and request_id in self._begun and not chunk.finished
-            if may_wait and len(chunk.token_ids) < self._num_tokens:
+            may_wait = request_id in self._begun and not chunk.finished
+            if may_wait and not is_time and len(chunk.token_ids) < self._num_tokens:
                 self._held[request_id] = chunk
                 continue
             ready[request_id] = chunk

@@ -214,13 +214,17 @@ def test_with_many_requests_tokens_travel_in_pairs() -> None:
         return interval.join(chunks, num_live)
 
     assert step(a=Chunk([1])) == {"a": Chunk([1])}, "the first token never waits"
-    assert step(a=Chunk([2], log_probs=[-0.2]), b=Chunk([7])) == {"b": Chunk([7])}
-    assert step(a=Chunk([3], log_probs=[-0.3])) == {"a": Chunk([2, 3], log_probs=[-0.2, -0.3])}
-    assert step(a=Chunk([4, 5])) == {"a": Chunk([4, 5])}, "enough by themselves"
-    assert step(a=Chunk([6])) == {}
-    assert step(BUSY_REQUESTS - 1, a=Chunk([7])) == {"a": Chunk([6, 7])}
+    assert step(b=Chunk([7])) == {"b": Chunk([7])}
+    assert step(a=Chunk([2], log_probs=[-0.2])) == {}
+    assert step(a=Chunk([3], log_probs=[-0.3]), b=Chunk([8])) == {
+        "a": Chunk([2, 3], log_probs=[-0.2, -0.3]),
+        "b": Chunk([8]),
+    }, "all in the same step"
+    assert step(a=Chunk([4, 5]), b=Chunk([9])) == {"a": Chunk([4, 5])}, "enough by themselves"
+    assert step(a=Chunk([6])) == {"a": Chunk([6])}
+    assert step(BUSY_REQUESTS - 1, a=Chunk([7]), b=Chunk([10])) == {"a": Chunk([7]), "b": Chunk([9, 10])}
     assert step(BUSY_REQUESTS - 1, a=Chunk([8])) == {"a": Chunk([8])}
-    assert step(a=Chunk([9]), b=Chunk([8])) == {}
+    assert step(a=Chunk([9]), b=Chunk([11])) == {}
     assert step(a=Chunk([], finished=True)) == {"a": Chunk([9], finished=True)}, "the last never waits"
     interval.forget("b")
     assert step(b=Chunk([1])) == {"b": Chunk([1])}, "the same id anew"
