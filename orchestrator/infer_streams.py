@@ -41,6 +41,7 @@ class InferStreams:
         self._channel: aio.Channel | None = None
         self._stub: Any = None
         self._idle: list[InferStream] = []  # the most recently used last
+        self._is_ending = False
 
     @property
     def stub(self) -> Any:
@@ -64,9 +65,16 @@ class InferStreams:
         By itself: cancelling a stream at the moment its request ends leaks that request in Triton 2.51.
         """
         self.num_live -= 1
-        if stream.is_idle:
+        if stream.is_idle and not self._is_ending:
             self._idle.append(stream)
         else:
+            await stream.retire()
+
+    async def end_idle(self) -> None:
+        """From now on no stream is kept: Triton, which is about to end, would wait for them."""
+        self._is_ending = True
+        idle, self._idle = self._idle, []
+        for stream in idle:
             await stream.retire()
 
     async def infer(self, request: Any) -> Any:

@@ -106,6 +106,7 @@ class Replicas:
         self._all: dict[str, Replica] = {}  # by address: another process in a replica's place is another one
         self._left: list[Replica] = []  # are in no set any more, and have not ended all they had
         self._probe_now = asyncio.Event()
+        self._is_ending = False
         self._turn = itertools.count()
         self.update(known)
 
@@ -210,13 +211,19 @@ class Replicas:
                 if follow is not None and (stamp := _stamp(follow)) != seen:
                     seen = stamp
                     self._read(follow)
+                for replica in self._all.values():
+                    if replica.address.state != "serving":
+                        await replica.streams.end_idle()
                 for replica in [each for each in self._left if not each.num_live]:
                     self._left.remove(replica)
                     await replica.streams.close()
                 on_change(self)
                 await asyncio.sleep(FOLLOW_PERIOD_S)
         finally:
-            probing.cancel()
+            # A probe that runs is waited for: Triton leaks a request that is cancelled as it ends.
+            self._is_ending = True
+            self._probe_now.set()
+            await asyncio.wait([probing])
 
     def _read(self, path: Path) -> None:
         try:
@@ -229,12 +236,12 @@ class Replicas:
 
     async def _probe(self) -> None:
         """One alone that is well is left in peace: it gets every request anyway."""
-        while True:
+        while not self._is_ending:
             if len(self._serving) > 1 or not self._serving[0].is_up:
                 await asyncio.gather(*(replica.probe(self.engines) for replica in self._serving))
-            self._probe_now.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._probe_now.wait(), PROBE_PERIOD_S)
+            self._probe_now.clear()
 
     async def close(self) -> None:
         for replica in (*self._all.values(), *self._left):

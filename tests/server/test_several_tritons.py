@@ -17,9 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from serving import CHAT_PATH, Answer, Stack, ask, running, script, wait_for
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from orchestrator import contracts
+from orchestrator.wire import add_string
 
 pytestmark = pytest.mark.own_target
 
@@ -108,6 +113,26 @@ def test_a_conversation_stays_where_it_began(pair: Stack) -> None:
         places = list(pool.map(lambda number: converse(pair, f"subject {number}"), range(12)))
     assert all(len(each) == 3 and len(set(each)) == 1 for each in places)
     assert {each[0] for each in places} == {"triton-0", "triton-1"}
+
+
+def test_the_front_sends_a_conversation_where_the_gateway_does(pair: Stack) -> None:
+    """Both make the same key, each of its own way to see the request; embeddings are answered by either."""
+    with grpc.insecure_channel(pair.front_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for number in range(6):
+            messages = ask(f"What of theme {number}?")
+            request_id = pair.post(messages=messages).headers["x-request-id"]
+            request = service_pb2.ModelInferRequest(model_name=contracts.ORCHESTRATOR_MODEL)
+            add_string(request, contracts.REQUEST, json.dumps({"messages": messages}).encode())
+            request.parameters["x-request-id"].string_param = f"front-{number}"
+            assert stub.ModelInfer(request, timeout=20).outputs
+            wait_for(lambda ids=(request_id, f"front-{number}"): all(where(pair, each) for each in ids))  # type: ignore[misc]
+            assert where(pair, request_id) == where(pair, f"front-{number}")
+        for _ in range(4):
+            request = service_pb2.ModelInferRequest(model_name=contracts.EMBEDDING_MODEL)
+            add_string(request, contracts.TEXT, b"Hello", (1, 1))
+            assert len(stub.ModelInfer(request, timeout=20).outputs) == 2
+        assert stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=20).ready
 
 
 def test_all_of_them_are_on_one_page(pair: Stack) -> None:
