@@ -1,4 +1,4 @@
-"""The command line: `python -m orchestrator serve|doctor|chat|talk|keys|quality`."""
+"""The command line: `python -m orchestrator serve|reload|doctor|chat|talk|keys|quality`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.config import ConfigError
 from orchestrator.limits import command as keys_command
 from orchestrator.quality import command as quality_command
 from orchestrator.talk import TalkError, talk
-from orchestrator.triton import doctor
+from orchestrator.triton import doctor, reload
 from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import FLAGS, LOOPBACK, Ports
 from orchestrator.triton.process import StartError
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m orchestrator", description="Real-time AI on NVIDIA Triton.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_serve(commands.add_parser("serve", help="run Triton, the gateway and the gRPC front from an artifact"))
+    reload.add_arguments(commands.add_parser("reload", help="have a running serve take what is new, without a pause"))
     doctor.add_arguments(
         commands.add_parser("doctor", help="compare an artifact with its manifest and with this machine")
     )
@@ -81,6 +82,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="gateway processes that share the port (default %(default)s)",
     )
     parser.add_argument(
+        "--replicas",
+        type=_replicas,
+        default=ServeOptions.num_replicas,
+        metavar="N",
+        help="Tritons behind gateway and gRPC front; on GPUs each has its own (default %(default)s)",
+    )
+    parser.add_argument(
         "--allow-host",
         type=_host,
         action="append",
@@ -123,6 +131,7 @@ def _serve(options: argparse.Namespace) -> None:
             allowed_origins=tuple(options.allow_origin),
             keys=options.keys,
             backend_directory=options.backend_directory,
+            num_replicas=options.replicas,
         )
     )
 
@@ -189,6 +198,12 @@ def _seconds(text: str) -> float:
 def _workers(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; 1 to 64 workers")
+    return int(text)
+
+
+def _replicas(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; 1 to 16 replicas")
     return int(text)
 
 

@@ -16,6 +16,7 @@
     ├── TierUnavailableError     503  the operator: an engine or API failed too often, and is left alone for a while
     ├── CancelledError           499  nobody: the caller left
     ├── EngineError              502  the operator: the engine failed or answered nonsense
+    │   ├── ConnectionLostError       its Triton is gone, or cannot be reached
     │   ├── EngineTimeoutError        it was silent for too long
     │   └── EngineStopError           it did not end what it was told to
     ├── CloudError               502  the operator: the API behind a cloud tier failed or answered nonsense
@@ -161,6 +162,10 @@ class CancelledError(ApiError):
 class EngineError(ApiError):
     status = 502
     code = "engine_error"
+
+
+class ConnectionLostError(EngineError):
+    pass
 
 
 class EngineTimeoutError(EngineError):

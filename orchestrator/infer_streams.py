@@ -5,49 +5,66 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import grpc
 from grpc import aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from orchestrator import contracts
-from orchestrator.errors import CancelledError, EngineError
+from orchestrator.errors import CancelledError, ConnectionLostError, EngineError
 from orchestrator.local_socket import SOCKETS_VARIABLE, LocalCall, socket_of
 from orchestrator.wire import cancel_request, error_response, is_end, mark_end
 
 # How long the orchestrator gets to end a request that nobody waits for. It takes one decode step.
 CANCEL_TIMEOUT_S = 10.0
+# A Triton that was started again is found within a second; gRPC's own pauses grow up to two minutes.
+_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
 
 
 class InferStreams:
-    """The idle streams to one Triton, on one shared channel. For one event loop, inside which it connects."""
+    """The idle streams to one Triton, on one shared channel. For one event loop, inside which it connects.
 
-    def __init__(self, url: str) -> None:
+    `num_live` is how many requests run there now, as far as this process asked for them.
+    """
+
+    def __init__(self, url: str, on_lost: Callable[[], None] = lambda: None) -> None:
         """`url` is host:port of Triton's gRPC service; nothing is sent before the first request.
 
-        Where this process is told of its orchestrator's sockets (`local_socket`), the orchestrator is reached by them.
+        `on_lost` is called for each request that ends because Triton is gone, or cannot be reached. Where this process
+        is told of its orchestrator's sockets (`local_socket`), the orchestrator is reached by them.
         """
+        self.num_live = 0
+        self.on_lost = on_lost
         self._url = url
         sockets = os.environ.get(SOCKETS_VARIABLE)
         self._sockets = sockets and socket_of(sockets, url)
         self._channel: aio.Channel | None = None
         self._stub: Any = None
         self._idle: dict[bool, list[InferStream]] = {False: [], True: []}  # by `is_local`; the last used last
+        self._is_ending = False
 
     @property
     def stub(self) -> Any:
         """All other calls of Triton's service."""
         if self._channel is None:
-            self._channel = aio.insecure_channel(self._url)
+            self._channel = aio.insecure_channel(self._url, _OPTIONS)
             self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         return self._stub
 
     def borrow(self, model: str) -> InferStream:
         """For requests to `model`, which is decoupled."""
+        self.num_live += 1
         is_local = bool(self._sockets) and model == contracts.ORCHESTRATOR_MODEL
-        if idle := self._idle[is_local]:
-            return idle.pop()
+        idle = self._idle[is_local]
+        while idle:
+            stream = idle.pop()
+            if not stream.has_ended:  # with the Triton that it led to
+                return stream
         if self._sockets and is_local:
             return InferStream(LocalCall(self._sockets), is_local=True)
         return InferStream(self.stub.ModelStreamInfer())
@@ -57,10 +74,37 @@ class InferStreams:
 
         By itself: cancelling a stream at the moment its request ends leaks that request in Triton 2.51.
         """
-        if stream.is_idle:
+        self.num_live -= 1
+        if stream.is_idle and not self._is_ending:
             self._idle[stream.is_local].append(stream)
         else:
             await stream.retire()
+
+    async def end_idle(self) -> None:
+        """From now on no stream is kept: Triton, which is about to end, would wait for them."""
+        self._is_ending = True
+        for idle in self._idle.values():
+            while idle:
+                await idle.pop().retire()
+
+    async def infer(self, request: Any) -> Any:
+        """The `ModelInferResponse` of a model that is not decoupled; see `ask_once`.
+
+        Raises `aio.AioRpcError` when Triton refuses it, `ConnectionLostError` when it is gone.
+        """
+        self.num_live += 1
+        try:
+            return await self.stub.ModelInfer(request)
+        except aio.AioRpcError as error:
+            assert self._channel is not None
+            # Triton itself answers UNAVAILABLE too, of a model whose queue is full.
+            is_lost = error.code() is grpc.StatusCode.UNAVAILABLE
+            if is_lost and self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+                self.on_lost()
+                raise ConnectionLostError(f"the connection to Triton broke: {error.details()}") from error
+            raise
+        finally:
+            self.num_live -= 1
 
     async def close(self) -> None:
         """End every stream."""
@@ -87,8 +131,12 @@ class InferStream:
     def is_idle(self) -> bool:
         return self._num_open == 0 and not self._is_broken
 
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._call.done())
+
     async def send(self, request: Any) -> None:
-        """Raises `EngineError` when the stream broke."""
+        """Raises `EngineError` when the stream broke, `ConnectionLostError` if that is because Triton is gone."""
         self._num_open += 1
         async with self._writing:
             if self._is_broken:
@@ -100,10 +148,10 @@ class InferStream:
                 raise
             # The second: it had ended before the write.
             except (aio.AioRpcError, asyncio.InvalidStateError, OSError) as error:
-                raise self._broke(error) from error
+                raise self._broke(error, is_lost=True) from error
 
     async def receive(self) -> Any:
-        """The next `ModelStreamInferResponse`; raises `EngineError` when the stream broke."""
+        """The next `ModelStreamInferResponse`; raises as `send`."""
         try:
             response = await self._call.read()
         except asyncio.CancelledError:
@@ -112,9 +160,9 @@ class InferStream:
             self._is_broken = True  # gRPC ends a call whose reader is cancelled
             raise
         except aio.AioRpcError as error:
-            raise self._broke(error) from error
+            raise self._broke(error, is_lost=error.code() is grpc.StatusCode.UNAVAILABLE) from error
         if response is aio.EOF:
-            raise self._broke("Triton closed it")
+            raise self._broke("Triton closed it", is_lost=True)  # as it does when it ends
         if is_end(response):
             self._num_open -= 1
         elif response.error_message:
@@ -138,20 +186,26 @@ class InferStream:
         self._is_broken = True
         self._call.cancel()
 
-    def _broke(self, why: object) -> EngineError:
+    def _broke(self, why: object, *, is_lost: bool) -> EngineError:
         self._is_broken = True
         if isinstance(why, aio.AioRpcError):
             why = f"{why.code().name}: {why.details()}"
-        return EngineError(f"the stream to Triton broke: {why}")
+        return (ConnectionLostError if is_lost else EngineError)(f"the stream to Triton broke: {why}")
 
 
 class Responses:
     """The responses of one request to the orchestrator or to `tts`, for one reader. `cancel` ends it, at any time."""
 
-    def __init__(self, streams: InferStreams, request: Any) -> None:
-        """`request` is one of `wire.new_request`, with an id that nobody can guess; `read` sends it."""
+    def __init__(
+        self, streams: InferStreams, request: Any, instead: Callable[[], InferStreams | None] = lambda: None
+    ) -> None:
+        """`request` is one of `wire.new_request`, with an id that nobody can guess; `read` sends it.
+
+        If Triton is lost before it has answered anything, the request is sent once more, to what `instead` returns.
+        """
         request.parameters[contracts.SAYS_CANCELS_PARAMETER].bool_param = True
         self._streams = streams
+        self._instead = instead
         self._request = request
         self._stream: InferStream | None = None
         self._is_cancelled = False
@@ -166,12 +220,23 @@ class Responses:
         self._stream = stream = self._streams.borrow(self._request.model_name)
         ended = False
         try:
-            await stream.send(self._request)
-            while not ended:
+            try:
+                await stream.send(self._request)
                 response = await stream.receive()
+            except ConnectionLostError as error:
+                stream = await self._move(stream, error)
+                await stream.send(self._request)
+                response = await stream.receive()
+            while True:
                 self._raise_if_cancelled()
                 ended = is_end(response) or bool(response.error_message)
                 yield response
+                if ended:
+                    break
+                response = await stream.receive()
+        except ConnectionLostError:
+            self._streams.on_lost()
+            raise
         finally:
             if not ended and not self._is_cancelled:
                 with contextlib.suppress(EngineError):  # a stream that broke has nothing to cancel
@@ -181,6 +246,17 @@ class Responses:
             self._stream = None
             if self._giving_up is not None:
                 self._giving_up.cancel()
+
+    async def _move(self, broken: InferStream, error: ConnectionLostError) -> InferStream:
+        """A stream to another Triton; raises `error` where there is none, or nobody waits."""
+        other = None if self._is_cancelled else self._instead()
+        if other is None:
+            raise error
+        self._streams.on_lost()
+        await self._streams.give_back(broken)
+        self._streams = other
+        self._stream = other.borrow(self._request.model_name)
+        return self._stream
 
     async def cancel(self) -> None:
         """Tell the orchestrator that nobody waits any more. Raises `EngineError` when the stream broke.
@@ -208,7 +284,7 @@ async def ask_once(streams: InferStreams, request: Any) -> Any:
     taken for its last.
     """
     try:
-        answer = await streams.stub.ModelInfer(request)
+        answer = await streams.infer(request)
     except aio.AioRpcError as error:
         return error_response(request.id, error.details() or error.code().name)
     response = service_pb2.ModelStreamInferResponse(infer_response=answer)

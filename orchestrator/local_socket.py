@@ -68,6 +68,10 @@ class LocalCall:
         except (asyncio.IncompleteReadError, OSError):
             return aio.EOF
 
+    def done(self) -> bool:
+        """Whether it has ended, by whomever."""
+        return self._connection is not None and (self._connection[0].at_eof() or self._connection[1].is_closing())
+
     async def done_writing(self) -> None:
         self.cancel()
 

@@ -6,8 +6,10 @@ Whatever is not a field here is refused with its name, never ignored.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -38,6 +40,8 @@ MAX_TOOLS = 128  # OpenAI's limit
 # Grammars cost time and memory to compile, out of proportion to their length.
 MAX_SCHEMA_BYTES = 16 << 10
 MAX_REGEX_BYTES = 1 << 10
+# Of each text in `prefix_key`. Two conversations that differ later only share a replica.
+_KEY_CHARS = 1024
 
 
 # What a caller may call a request in `x-request-id`: it goes into logs and headers.
@@ -385,19 +389,61 @@ def check_size(body: bytes) -> None:
         raise InvalidRequestError(f"the request has about {num_values} values; at most {MAX_VALUES} are allowed")
 
 
-def wants_stream(body: bytes, kind: Kind) -> bool:
+class Glance(NamedTuple):
+    """What is seen of a body at once. `fields` are its JSON, unchecked."""
+
+    stream: bool
+    fields: Mapping[str, Any]
+
+
+def glance(body: bytes, kind: Kind) -> Glance:
     """Whether `body` asks for a stream, found out quickly: for who passes it on to be checked.
 
     Raises as `parse_request` does, but not for every fault.
     """
     check_size(body)
+    fields: Any = None
     with contextlib.suppress(ValueError):
         fields = pydantic_core.from_json(body)
         if isinstance(fields, dict) and ("prompt" in fields) == (kind == "completion"):
             stream = fields.get("stream")
             if stream is None or isinstance(stream, bool):
-                return bool(stream)
-    return parse_request(body, kind).stream
+                return Glance(bool(stream), fields)
+    return Glance(parse_request(body, kind).stream, fields if isinstance(fields, dict) else {})
+
+
+def read_fields(body: bytes) -> Mapping[str, Any]:
+    """The JSON of a body that nobody has checked; empty for what is none."""
+    with contextlib.suppress(ValueError, InvalidRequestError, RequestTooLargeError):
+        check_size(body)
+        fields = pydantic_core.from_json(body)
+        if isinstance(fields, dict):
+            return fields
+    return {}
+
+
+def prefix_key(fields: Mapping[str, Any], caller: str) -> bytes:
+    """16 bytes for what stays the same from turn to turn of a conversation, and an engine's prefix cache may hold.
+
+    That is all up to the first thing a user says, or how a prompt begins; and of whom, for callers share nothing.
+    """
+    messages = fields.get("messages")
+    head: list[Any] = [caller]
+    if isinstance(messages, list):
+        for message in messages:
+            if isinstance(message, dict):
+                head.append(_begin(message.get("content")))
+                if message.get("role") == "user":
+                    break
+    else:
+        head.append(_begin(fields.get("prompt")))
+    return hashlib.blake2b("\0".join(head).encode(errors="replace"), digest_size=16).digest()
+
+
+def _begin(content: Any) -> str:
+    if isinstance(content, list):
+        content = repr(content[:_KEY_CHARS])
+    return str(content)[:_KEY_CHARS]
 
 
 def _guess_kind(body: bytes) -> Kind:

@@ -19,6 +19,8 @@ from orchestrator.gateway.app import GatewayOptions, create_app
 from orchestrator.gateway.metrics import FOLDER_VARIABLE
 from orchestrator.gateway.protocol import Protocol
 from orchestrator.gateway.web_socket import WebSocketProtocol
+from orchestrator.redis_address import REDIS_VARIABLE
+from orchestrator.replica_set import find_replicas
 from orchestrator.voice.client_events import MAX_EVENT_BYTES
 
 # What the kernel keeps for a client that does not read; Linux doubles it, and would let it grow to 4 MiB by itself.
@@ -28,6 +30,7 @@ SEND_BUFFER_BYTES = 128 << 10
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m orchestrator.gateway", description=__doc__)
     parser.add_argument("--artifact", type=Path, required=True, help="folder made by `python -m build`")
+    parser.add_argument("--replicas", type=Path, metavar="FILE", help="the Tritons, as `serve` keeps them; else one:")
     parser.add_argument("--triton-grpc", default=DEFAULT_GRPC_URL, help="Triton's gRPC address (%(default)s)")
     parser.add_argument("--triton-metrics", default=DEFAULT_METRICS_URL, help="Triton's metrics page (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
@@ -45,13 +48,13 @@ def main() -> None:
         parser.error("--workers above 1 needs --metrics-dir: the workers add up their metrics there")
     _allow_many_connections()
     options = GatewayOptions(
-        artifact=args.artifact,
-        triton_grpc_url=args.triton_grpc,
-        triton_metrics_url=args.triton_metrics,
+        replicas=find_replicas(args.replicas, args.artifact, args.triton_grpc, args.triton_metrics),
+        replicas_file=args.replicas,
         host=args.host,
         allowed_hosts=tuple(args.allow_host),
         allowed_origins=tuple(args.allow_origin),
         with_keys=args.with_keys,
+        shares_cache=bool(os.environ.get(REDIS_VARIABLE)),
     )
     config = uvicorn.Config(
         partial(create_app, options),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -17,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from orchestrator.config import Embedder, Speech, load_tiers, read_toml
+from orchestrator.config import ConfigError, Embedder, Speech, load_tiers, read_toml
 from orchestrator.contracts import ANSWER_HEADERS, EMBEDDING_MODEL, OCR_MODEL, STT_MODEL, TTS_MODEL
 from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ModelNotFoundError, shorten
 from orchestrator.gateway.cache_admin import CacheOperation
@@ -26,7 +28,7 @@ from orchestrator.gateway.embeddings import Embeddings
 from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundError, UpgradeRequiredError
 from orchestrator.gateway.guard import Guard
 from orchestrator.gateway.messages import error_headers, forwarded_headers, refuse
-from orchestrator.gateway.metrics import CONTENT_TYPE, render_page
+from orchestrator.gateway.metrics import CONTENT_TYPE, render_page, tell_replicas
 from orchestrator.gateway.ocr import OCR_PATH, Ocr
 from orchestrator.gateway.openapi import describe
 from orchestrator.gateway.playground import Playground
@@ -36,36 +38,92 @@ from orchestrator.gateway.transcriptions import TRANSCRIPTIONS_PATH, Transcripti
 from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.pipeline import AUTO
 from orchestrator.readiness import engines_of
+from orchestrator.replica_set import ReplicaSet
+from orchestrator.replicas import Replicas
 from orchestrator.voice.session import Abilities
 
 CHAT_PATH = "/v1/chat/completions"
 EMBEDDINGS_PATH = "/v1/embeddings"
+
+_logger = logging.getLogger("uvicorn.error")
 
 
 @dataclass(frozen=True)
 class GatewayOptions:
     """`host` is the address listened on; `allowed_hosts` and `allowed_origins` are what `Guard` lets in beside it.
 
-    `with_keys` says that the orchestrator has keys, so that who may see what must be asked.
+    `replicas` are the Tritons, and the artifact that they serve; with a `replicas_file` they change as it does.
+    `with_keys` says that the orchestrator has keys, so that who may see what must be asked. `shares_cache` says that
+    several Tritons have one cache.
     """
 
-    artifact: Path
-    triton_grpc_url: str
-    triton_metrics_url: str
+    replicas: ReplicaSet
     host: str
+    replicas_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     with_keys: bool = False
+    shares_cache: bool = False
 
 
 def create_app(options: GatewayOptions) -> Guard:
-    """The ASGI application for the models of the artifact, served by one Triton."""
-    tiers = load_tiers(options.artifact / "tiers.toml").tier
-    embedder = read_toml(options.artifact / "embedder.toml", Embedder)
+    """The ASGI application for the models of the artifact, served by one Triton or several."""
+    replicas = Replicas(options.replicas, with_keys=options.with_keys)
+    triton = TritonClient(replicas)
+    site = _make_site(options, options.replicas.artifact, triton)
+    replicas.engines = site.engines
+    version = options.replicas.version
+
+    def note(replicas: Replicas) -> None:
+        nonlocal site, version
+        tell_replicas(replicas)
+        if replicas.known.version != version:
+            version = replicas.known.version
+            try:
+                site = _make_site(options, replicas.known.artifact, triton)
+                replicas.engines = site.engines
+            except (ConfigError, OSError):
+                _logger.exception("the artifact cannot be read; the models of the one before are still served")
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        following = asyncio.create_task(replicas.run(options.replicas_file, note))
+        yield
+        following.cancel()
+        await asyncio.wait([following])
+        await replicas.close()
+
+    beside = Starlette(lifespan=lifespan)
+
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+        """To the endpoints of now; what has begun stays with those of before."""
+        await (beside if scope["type"] == "lifespan" else site.app)(scope, receive, send)
+
+    return Guard(
+        _with_cors(dispatch, options.allowed_origins) if options.allowed_origins else dispatch,
+        host=options.host,
+        allowed_hosts=options.allowed_hosts,
+        allowed_origins=options.allowed_origins,
+        routes=site.paths,
+    )
+
+
+class _Site(NamedTuple):
+    """What is served of one artifact; the paths are always the same."""
+
+    app: ASGIApp
+    paths: list[str]
+    engines: dict[str, str]
+
+
+def _make_site(options: GatewayOptions, artifact: Path, triton: TritonClient) -> _Site:
+    """Raises `ConfigError` or `OSError` when `artifact` is none."""
+    tiers = load_tiers(artifact / "tiers.toml").tier
+    embedder = read_toml(artifact / "embedder.toml", Embedder)
     generators = dict.fromkeys([*(tier.name for tier in tiers), *(tier.model for tier in tiers)])
     adapted = [f"{name}:{each.name}" for tier in tiers for name in (tier.name, tier.model) for each in tier.adapters]
-    has_ocr = (options.artifact / "model_repository" / OCR_MODEL).is_dir()
-    speech_path = options.artifact / "speech.toml"
+    has_ocr = (artifact / "model_repository" / OCR_MODEL).is_dir()
+    speech_path = artifact / "speech.toml"
     speech = read_toml(speech_path, Speech) if speech_path.exists() else Speech()
     paths = dict.fromkeys([AUTO, *generators, *adapted], CHAT_PATH)  # of each model's name
     paths |= dict.fromkeys([EMBEDDING_MODEL, embedder.name], EMBEDDINGS_PATH)
@@ -73,14 +131,8 @@ def create_app(options: GatewayOptions) -> Guard:
     paths |= dict.fromkeys([STT_MODEL, speech.transcriber.name], TRANSCRIPTIONS_PATH) if speech.transcriber else {}
     paths |= dict.fromkeys([TTS_MODEL, speech.speaker.name], SPEECH_PATH) if speech.speaker else {}
     engines = engines_of(tiers)
-    created = int((options.artifact / "manifest.json").stat().st_mtime)
-    triton = TritonClient(options.triton_grpc_url, with_keys=options.with_keys)
+    created = int((artifact / "manifest.json").stat().st_mtime)
     description = describe()
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield
-        await triton.close()
 
     async def health(_: Request) -> JSONResponse:
         return JSONResponse({"status": "alive"})
@@ -96,7 +148,7 @@ def create_app(options: GatewayOptions) -> Guard:
         return {**facts, "rt": {"path": paths[name]}}
 
     async def check(request: Request, right: str) -> None:
-        await triton.limits.check(right, forwarded_headers(request.scope))
+        await triton.check(right, forwarded_headers(request.scope))
 
     async def models(request: Request) -> JSONResponse:
         await check(request, "models")
@@ -114,7 +166,7 @@ def create_app(options: GatewayOptions) -> Guard:
 
     async def metrics(request: Request) -> Response:
         await check(request, "metrics")
-        return Response(await render_page(options.triton_metrics_url), headers={"content-type": CONTENT_TYPE})
+        return Response(await render_page(triton.replicas), headers={"content-type": CONTENT_TYPE})
 
     async def upgrade(_: Request) -> JSONResponse:
         error = UpgradeRequiredError(f"{REALTIME_PATH}: is a WebSocket; connect with ws:// instead")
@@ -130,8 +182,8 @@ def create_app(options: GatewayOptions) -> Guard:
         OCR_PATH: Ocr(triton, is_served=has_ocr),
         TRANSCRIPTIONS_PATH: Transcriptions(triton, speech.transcriber),
         SPEECH_PATH: Speaking(triton, speech.speaker),
-        "/v1/rt/cache/wrong": CacheOperation(triton, "wrong"),
-        "/v1/rt/cache/invalidate": CacheOperation(triton, "invalidate"),
+        "/v1/rt/cache/wrong": CacheOperation(triton, "wrong", shares_cache=options.shares_cache),
+        "/v1/rt/cache/invalidate": CacheOperation(triton, "invalidate", shares_cache=options.shares_cache),
     }
     chat_models = [name for name, path in paths.items() if path == CHAT_PATH]
     abilities = Abilities(speech.transcriber, speech.speaker)
@@ -148,7 +200,7 @@ def create_app(options: GatewayOptions) -> Guard:
         Route("/openapi.json", openapi),
     ]
     handlers = {HTTPException: _refuse, ApiError: _answer_error, Exception: _fail}
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False  # a redirect would be made from the caller's host header
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,13 +212,7 @@ def create_app(options: GatewayOptions) -> Guard:
         endpoint = endpoints.get(scope["path"], app) if is_post else app
         await endpoint(scope, receive, send)
 
-    return Guard(
-        _with_cors(dispatch, options.allowed_origins) if options.allowed_origins else dispatch,
-        host=options.host,
-        allowed_hosts=options.allowed_hosts,
-        allowed_origins=options.allowed_origins,
-        routes=[route.path for route in routes],
-    )
+    return _Site(dispatch, [route.path for route in routes], engines)
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

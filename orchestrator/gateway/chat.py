@@ -21,7 +21,7 @@ from orchestrator.gateway.messages import (
 )
 from orchestrator.gateway.metrics import EVENTS, LIVE_STREAMS, TTFT_S
 from orchestrator.gateway.triton_client import EventStream, TritonClient
-from orchestrator.request import Kind, wants_stream
+from orchestrator.request import Kind, glance
 
 # The last tells nginx and its kin not to buffer.
 _SSE = [
@@ -42,7 +42,7 @@ class Completions:
         started_s = time.monotonic()
         try:
             body = await read_json_body(scope, receive)
-            stream = wants_stream(body, self._kind)
+            stream, fields = glance(body, self._kind)
             if stream and scope["http_version"] == "1.0":
                 raise InvalidRequestError("stream: needs HTTP/1.1, which can say where a stream ends", param="stream")
         except ClientLeft:
@@ -50,7 +50,7 @@ class Completions:
         except ApiError as error:
             await send_error(send, error)
             return
-        events = self._triton.open(body, forwarded_headers(scope))
+        events = self._triton.open(body, forwarded_headers(scope), fields)
         async with attended(receive, events.cancel):  # whose end then ends the relay
             await (_relay_stream(events, send, started_s) if stream else _relay_answer(events, send))
 

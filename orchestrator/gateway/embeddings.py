@@ -49,7 +49,7 @@ class Embeddings:
         is_list = isinstance(request.input, list) and not isinstance(request.input[0], int)
         lengths = [most_tokens(given) for given in inputs]
         async with attended(receive, place.cancel):
-            embeddings = await self._triton.limits.serve(
+            embeddings = await self._triton.serve(
                 place,
                 EMBEDDING_MODEL,
                 lengths,
@@ -69,7 +69,9 @@ class Embeddings:
         }
         return Answer(json.dumps(answer).encode())
 
-    async def _embed_all(self, inputs: list[Input], is_list: bool, place: Place) -> list[Embedding]:
+    async def _embed_all(
+        self, inputs: list[Input], is_list: bool, place: Place, triton: TritonClient
+    ) -> list[Embedding]:
         """In their order. The first `ApiError` cancels the place, so that no further one is begun."""
         slots = asyncio.Semaphore(MAX_IN_FLIGHT)
         place.num_tokens = num_tokens = 0
@@ -79,7 +81,7 @@ class Embeddings:
             async with slots:
                 place.raise_if_cancelled()
                 try:
-                    embedding = await self._embed(inputs[index], f"input[{index}]" if is_list else "input")
+                    embedding = await self._embed(triton, inputs[index], f"input[{index}]" if is_list else "input")
                 except ApiError as error:
                     await place.cancel(error)
                     raise
@@ -93,15 +95,15 @@ class Embeddings:
                 raise failed
         return [embedding for embedding in done if isinstance(embedding, Embedding)]
 
-    async def _embed(self, given: Input, field: str) -> Embedding:
+    async def _embed(self, triton: TritonClient, given: Input, field: str) -> Embedding:
         if isinstance(given, str):
             try:
-                return Embedding(*await self._triton.embed_text(given))
+                return Embedding(*await triton.embed_text(given))
             except InvalidRequestError as error:  # which names the tensor
                 raise InvalidRequestError(f"{field}: {error.message.partition(': ')[2]}", param=field) from error
         length = choose_length(len(given), self._embedder.max_input_tokens)
         input_ids, attention_mask = pad(given, length, self._embedder.pad_id)
-        return Embedding(await self._triton.embed_ids(input_ids, attention_mask), len(given))
+        return Embedding(await triton.embed_ids(input_ids, attention_mask), len(given))
 
 
 def _to_floats(vector: bytes) -> Any:

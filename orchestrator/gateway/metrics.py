@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import os
+import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,6 +24,9 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+from orchestrator.replica_set import ALONE, Address
+from orchestrator.replicas import Replica, Replicas
 
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 # Prometheus' text format, which Triton writes too.
@@ -45,6 +50,27 @@ TTFT_S = Histogram(
     "rt_gateway_ttft_seconds",
     "From a request's head read to its first event handed to the connection",
     buckets=(0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30),
+    registry=_REGISTRY,
+)
+REPLICA_UP = Gauge(
+    "rt_gateway_replica_up",
+    "Whether a Triton takes requests and is well, as each gateway process found",
+    ("replica",),
+    multiprocess_mode="livemin",
+    registry=_REGISTRY,
+)
+REPLICA_LIVE = Gauge(
+    "rt_gateway_replica_live_requests",
+    "Requests that the gateway has at a Triton",
+    ("replica",),
+    multiprocess_mode="livesum",
+    registry=_REGISTRY,
+)
+REPLICA_RESTARTS = Gauge(
+    "rt_gateway_replica_restarts",
+    "How often a Triton was started again because it had died",
+    ("replica",),
+    multiprocess_mode="livemax",
     registry=_REGISTRY,
 )
 SESSIONS = Gauge("rt_realtime_sessions", "Open /v1/realtime sessions", multiprocess_mode="livesum", registry=_REGISTRY)
@@ -76,18 +102,65 @@ def _answers(route: str, status: int) -> Counter:
     return _REQUESTS.labels(route, status)
 
 
-async def render_page(triton_metrics_url: str) -> bytes:
-    """Ours, then Triton's. Without Triton's, `rt_gateway_triton_up` is 0 and the page is still one."""
-    return await asyncio.to_thread(_render_page, triton_metrics_url)
+def tell_replicas(replicas: Replicas) -> None:
+    """What this process knows of each Triton. While one takes another's place, both are the same replica."""
+    by_name: dict[str, list[Replica]] = {}
+    for replica in replicas:
+        by_name.setdefault(replica.name, []).append(replica)
+    for name, same in by_name.items():
+        REPLICA_UP.labels(name).set(any(each.address.state == "serving" and each.is_up for each in same))
+        REPLICA_LIVE.labels(name).set(sum(each.num_live for each in same))
+        REPLICA_RESTARTS.labels(name).set(max(each.address.num_restarts for each in same))
 
 
-def _render_page(triton_metrics_url: str) -> bytes:
-    triton = _read_triton(triton_metrics_url)
+async def render_page(replicas: Replicas) -> bytes:
+    """Ours, then Triton's; of several Tritons all, each sample with the label `replica`.
+
+    `rt_gateway_triton_up` is 0 when none of them can be read, and the page is still one.
+    """
+    addresses = [replica.address for replica in replicas.serving]
+    return await asyncio.to_thread(_render_page, addresses)
+
+
+def _render_page(addresses: Sequence[Address]) -> bytes:
+    pages = {address.name: _read_triton(address.metrics_url) for address in addresses}
+    read = {name: page for name, page in pages.items() if page is not None}
+    triton = read.get(ALONE, b"") if list(pages) == [ALONE] else join_pages(read)
     up = (
         "# HELP rt_gateway_triton_up Whether Triton's metrics page could be read\n"
-        f"# TYPE rt_gateway_triton_up gauge\nrt_gateway_triton_up {int(triton is not None)}.0\n"
+        f"# TYPE rt_gateway_triton_up gauge\nrt_gateway_triton_up {int(bool(read))}.0\n"
     )
-    return generate_latest(_registry()) + up.encode() + (triton or b"")
+    return generate_latest(_registry()) + up.encode() + triton
+
+
+def join_pages(pages: Mapping[str, bytes]) -> bytes:
+    """One page of those of several Tritons, by name: all samples of a metric together, with the label `replica`."""
+    heads: dict[bytes, list[bytes]] = {}
+    samples: dict[bytes, list[bytes]] = {}
+    for name, page in pages.items():
+        label = b'replica="%s"' % name.encode()
+        own: dict[bytes, list[bytes]] = {}
+        family = b""
+        for line in page.splitlines():
+            if line.startswith((b"# HELP ", b"# TYPE ")):
+                family = line.split(b" ", 3)[2]
+                own.setdefault(family, []).append(line)
+            elif line:
+                samples.setdefault(family, []).append(_add_label(line, label))
+        for family, lines in own.items():
+            heads.setdefault(family, lines)
+    return b"".join(line + b"\n" for family in heads for line in (*heads[family], *samples.get(family, ())))
+
+
+_SAMPLE = re.compile(rb"([A-Za-z0-9_:]+)(?:\{(.*)\})?( .*)")
+
+
+def _add_label(line: bytes, label: bytes) -> bytes:
+    found = _SAMPLE.fullmatch(line)
+    if found is None:
+        return line
+    name, others, value = found.groups()
+    return b"%s{%s}%s" % (name, b",".join(filter(None, (label, others))), value)
 
 
 def _registry() -> CollectorRegistry:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.contracts import OCR_MODEL
@@ -46,15 +44,13 @@ class Ocr:
         if not self._is_served:
             raise ModelNotFoundError(f"model: this server has no model {OCR_MODEL!r}; target cpu has", param="model")
         headers = forwarded_headers(scope)
-        await self._triton.limits.check(OCR_MODEL, headers)  # nobody without a key makes us hold a body
+        await self._triton.check(OCR_MODEL, headers)  # nobody without a key makes us hold a body
         async with self._room.read(scope, receive) as body:
             image = await read_image(body, content_type) if media_type == FORM else body
             check_image(image)
             async with attended(receive, place.cancel):
                 return Answer(
-                    await self._triton.limits.serve(
-                        place, OCR_MODEL, (), headers, partial(self._triton.read_image, image)
-                    )
+                    await self._triton.serve(place, OCR_MODEL, (), headers, lambda triton: triton.read_image(image))
                 )
 
 

@@ -21,6 +21,7 @@ from orchestrator.gateway.metrics import DECISIONS, SESSIONS, TURN_S
 from orchestrator.gateway.request_id import REQUEST_ID_HEADER, new_request_id
 from orchestrator.gateway.triton_client import EventStream, Listening, Sound, TritonClient
 from orchestrator.limits.client import Place, look_at
+from orchestrator.request import read_fields
 from orchestrator.voice.chunks import Floats
 from orchestrator.voice.engines import Engines
 from orchestrator.voice.response import TurnTimes
@@ -67,7 +68,7 @@ class Realtime:
         try:
             model = self._find_model(scope)
             headers = caller_headers(scope)
-            await self._triton.limits.check("models", headers)
+            await self._triton.check("models", headers)
         except ApiError as error:
             await refuse(send, error)
             return
@@ -226,14 +227,15 @@ class TritonEngines:
         return await _finish(self._triton.judge_turn(audio[-_JUDGED_SAMPLES:].tobytes()))
 
     def answer(self, body: bytes) -> EventStream:
-        return self._triton.open(body, [*self._headers, (REQUEST_ID_HEADER.decode(), new_request_id().decode())])
+        headers = [*self._headers, (REQUEST_ID_HEADER.decode(), new_request_id().decode())]
+        return self._triton.open(body, headers, read_fields(body))
 
     def speak(self, text: str, speed: float) -> Sound:
         return self._triton.speak(text, speed)
 
     async def charge(self, model: Literal["stt", "tts"]) -> None:
-        if self._triton.limits.with_keys:
-            await self._triton.limits.serve(Place(), model, (), self._headers, _nothing)
+        if self._triton.replicas.with_keys:
+            await self._triton.serve(Place(), model, (), self._headers, _nothing)
 
 
 class TritonPerson:
@@ -275,7 +277,7 @@ def caller_headers(scope: Scope) -> list[tuple[str, str]]:
     return headers
 
 
-async def _nothing() -> None:
+async def _nothing(_: TritonClient) -> None:
     """What is charged for runs beside."""
 
 

@@ -50,7 +50,7 @@ class Speaking:
         try:
             request = parse_speech_request(await read_json_body(scope, receive), self._speaker)
             async with attended(receive, place.cancel):
-                await self._triton.limits.serve(
+                await self._triton.serve(
                     place, TTS_MODEL, (), forwarded_headers(scope), partial(self._speak, request, place, send_noted)
                 )
         except (ClientLeft, CancelledError):  # nobody reads on
@@ -60,9 +60,9 @@ class Speaking:
                 raise  # the connection is cut, so that the file does not look whole
             await send_error(send, error)
 
-    async def _speak(self, request: SpeechRequest, place: Place, send: Send) -> None:
+    async def _speak(self, request: SpeechRequest, place: Place, send: Send, triton: TritonClient) -> None:
         """Headers wait for the first sound, so that an error before it has its own status."""
-        sound = self._triton.speak(request.input, request.speed)
+        sound = triton.speak(request.input, request.speed)
         place.on_cancel(sound.cancel)
         has_begun = False
         async with contextlib.aclosing(_encode(request.response_format, sound)) as encoding:

@@ -60,7 +60,7 @@ class Transcriptions:
             )
         check_model(STT_MODEL, STT_MODEL, self._transcriber, "transcribes")
         headers = forwarded_headers(scope)
-        await self._triton.limits.check(STT_MODEL, headers)  # nobody without a key makes us hold a body
+        await self._triton.check(STT_MODEL, headers)  # nobody without a key makes us hold a body
         async with self._room.read(scope, receive) as body:
             form = await read_form(body, content_type, FILE_FIELD)
             del body
@@ -70,14 +70,16 @@ class Transcriptions:
                     f"{FILE_FIELD}: has {len(form.file)} bytes; at most {MAX_FILE_BYTES} are allowed", param=FILE_FIELD
                 )
             async with attended(receive, place.cancel):
-                duration_s, segments = await self._triton.limits.serve(
+                duration_s, segments = await self._triton.serve(
                     place, STT_MODEL, (), headers, partial(self._transcribe, form.file, request.temperature, place)
                 )
         assert self._transcriber is not None
         media_type = _MEDIA_TYPES.get(request.response_format, _PLAIN)
         return Answer(_format(request, duration_s, segments, self._transcriber.language).encode(), media_type)
 
-    async def _transcribe(self, file: bytes, temperature: float, place: Place) -> tuple[float, list[Segment]]:
+    async def _transcribe(
+        self, file: bytes, temperature: float, place: Place, triton: TritonClient
+    ) -> tuple[float, list[Segment]]:
         """Seconds of sound, and what was said."""
         recording = await asyncio.to_thread(Recording, file, FILE_FIELD)
         chunks = cut_chunks(recording.read())
@@ -85,7 +87,7 @@ class Transcriptions:
         end_s = 0.0
         while (chunk := await asyncio.to_thread(_next, chunks)) is not None:
             place.raise_if_cancelled()
-            text = await self._triton.transcribe(chunk.audio.tobytes(), temperature)
+            text = await triton.transcribe(chunk.audio.tobytes(), temperature)
             segments = join(segments, decode_segments(text, chunk.start_s), chunk.start_s, end_s)
             end_s = chunk.start_s + len(chunk.audio) / SAMPLE_RATE_HZ
         return recording.duration_s, segments

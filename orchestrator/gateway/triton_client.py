@@ -1,22 +1,25 @@
-"""The gateway's way to Triton: one shared gRPC channel, a stream a completion."""
+"""The gateway's way to the Tritons: one shared gRPC channel to each, a stream a completion."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from grpc import aio
 from tritonclient.grpc import service_pb2
 
 from orchestrator import contracts
-from orchestrator.errors import from_message
+from orchestrator.errors import ConnectionLostError, from_message
 from orchestrator.infer_streams import InferStreams, Responses
-from orchestrator.limits.client import LimitsClient, answer_headers_of
+from orchestrator.limits.client import Headers, Place, answer_headers_of
 from orchestrator.readiness import find_not_ready
+from orchestrator.replicas import Replica, Replicas
+from orchestrator.request import prefix_key
 from orchestrator.wire import (
     add_floats,
     add_number,
@@ -33,28 +36,60 @@ from orchestrator.wire import (
 # long begins anew.
 _FORGOTTEN_S = 4.0
 
+T = TypeVar("T")
+
 
 class TritonClient:
-    """For one event loop; `close` it there."""
+    """For one event loop. Each call goes to one of `replicas`, or all go to the same `pinned` one."""
 
-    def __init__(self, url: str, *, with_keys: bool) -> None:
-        """`url` is host:port of Triton's gRPC service; nothing is sent before the first request.
+    def __init__(self, replicas: Replicas, pinned: Replica | None = None) -> None:
+        self.replicas = replicas
+        self._pinned = pinned
 
-        `with_keys` says that the orchestrator has keys.
+    def open(
+        self, body: bytes, headers: Iterable[tuple[str, str]], fields: Mapping[str, Any] | None = None
+    ) -> EventStream:
+        """A chat completion of `body` (OpenAI's JSON), to be read; `headers` become request parameters.
+
+        With the body's `fields` it goes where the beginning of its conversation has been before.
         """
-        self._streams = InferStreams(url)
-        self.limits = LimitsClient(self._streams, with_keys=with_keys)
-
-    async def close(self) -> None:
-        await self._streams.close()
-
-    def open(self, body: bytes, headers: Iterable[tuple[str, str]]) -> EventStream:
-        """A chat completion of `body` (OpenAI's JSON), to be read; `headers` become request parameters."""
         request = new_request(contracts.ORCHESTRATOR_MODEL, uuid.uuid4().hex)
         add_string(request, contracts.REQUEST, body)
+        caller = ""
         for name, value in headers:
             request.parameters[name].string_param = value
-        return EventStream(Responses(self._streams, request))
+            if name == "authorization":
+                caller = value
+        if self._pinned is not None:
+            return EventStream(Responses(self._pinned.streams, request))
+        replicas, key = self.replicas, None
+        if fields is not None and len(replicas.serving) > 1:
+            key = prefix_key(fields, caller)
+        replica = replicas.choose(key)
+
+        def instead() -> InferStreams | None:
+            other = replicas.another(replica, key)
+            return None if other is None else other.streams
+
+        return EventStream(Responses(replica.streams, request, instead))
+
+    async def check(self, right: str, headers: Headers) -> None:
+        """As `LimitsClient.check`."""
+        await self.replicas.check(right, headers)
+
+    async def serve(
+        self,
+        place: Place,
+        model: str,
+        lengths: Sequence[int],
+        headers: Headers,
+        work: Callable[[TritonClient], Coroutine[Any, Any, T]],
+    ) -> T:
+        """As `LimitsClient.serve`: `work` is done by the Triton whose place it is."""
+        replicas = self.replicas
+        return await replicas.serve(
+            place, model, lengths, headers, lambda replica: work(TritonClient(replicas, replica))
+        )
 
     async def embed_text(self, text: str) -> tuple[bytes, int]:
         """The embedding of `text` as little-endian FP32, and its number of tokens.
@@ -100,24 +135,41 @@ class TritonClient:
 
     def listen(self) -> Listening:
         """To one person."""
-        return Listening(self._infer)
+        return Listening(self.replicas)
 
     def speak(self, text: str, speed: float) -> Sound:
         """`text`, spoken."""
         request = new_request(contracts.TTS_MODEL, uuid.uuid4().hex)
         add_string(request, contracts.TEXT, text.encode())
         add_number(request, contracts.SPEED, speed)
-        return Sound(Responses(self._streams, request))
+        return Sound(Responses((self._pinned or self.replicas.choose()).streams, request))
 
     async def _infer(self, request: Any) -> dict[str, bytes]:
+        replica = self._pinned or self.replicas.choose()
         try:
-            return read_outputs(await self._streams.stub.ModelInfer(request))
-        except aio.AioRpcError as error:
-            raise from_message(error.details() or error.code().name) from error
+            return await _infer(replica, request)
+        except ConnectionLostError:
+            other = None if self._pinned else self.replicas.another(replica)
+            if other is None:
+                raise
+        return await _infer(other, request)
 
     async def find_not_ready(self, engines: Mapping[str, str]) -> list[str]:
-        """As `orchestrator.readiness.find_not_ready`."""
-        return await find_not_ready(self._streams.stub, engines)
+        """As `orchestrator.readiness.find_not_ready`; empty when one Triton is ready, else what each lacks."""
+        replicas = self.replicas.serving
+        found = await asyncio.gather(*(find_not_ready(each.streams.stub, engines) for each in replicas))
+        if len(replicas) == 1:
+            return found[0]
+        if not all(found):
+            return []
+        return [f"{replica.name}: {name}" for replica, names in zip(replicas, found) for name in names]
+
+
+async def _infer(replica: Replica, request: Any) -> dict[str, bytes]:
+    try:
+        return read_outputs(await replica.streams.infer(request))
+    except aio.AioRpcError as error:
+        raise from_message(error.details() or error.code().name) from error
 
 
 class EventStream:
@@ -146,17 +198,34 @@ class EventStream:
 
 
 class Listening:
-    """A person's sound, frame by frame, through `vad`: one sequence. For one caller at a time."""
+    """A person's sound, frame by frame, through `vad`: one sequence. For one caller at a time.
 
-    def __init__(self, infer: Callable[[Any], Awaitable[dict[str, bytes]]]) -> None:
-        self._infer = infer
+    It stays with one Triton while that is well and takes requests; another one begins anew, as after a pause.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._replica: Replica | None = None
         self._sequence_id = 0
         self._heard_s: float | None = None  # when the last frame was; None: nothing was yet, or it failed
 
     async def hear(self, frame: bytes) -> float:
         """Little-endian FP32 [512], how probably he speaks; raises as `TritonClient.embed_text`."""
+        replica, replicas = self._replica, self._replicas
+        if replica is None or replica not in replicas.serving or not (replica.is_up or len(replicas.serving) == 1):
+            replica, self._heard_s = replicas.choose(), None
+        try:
+            return await self._hear(replica, frame)
+        except ConnectionLostError:
+            other = replicas.another(replica)
+            if other is None:
+                raise
+            return await self._hear(other, frame)
+
+    async def _hear(self, replica: Replica, frame: bytes) -> float:
         now_s = time.monotonic()
         starts = self._heard_s is None or now_s - self._heard_s > _FORGOTTEN_S
+        self._replica = replica
         self._heard_s = None
         if starts:
             self._sequence_id = random.getrandbits(62) + 1
@@ -166,7 +235,7 @@ class Listening:
         request.parameters["sequence_id"].int64_param = self._sequence_id
         request.parameters["sequence_start"].bool_param = starts
         request.parameters["sequence_end"].bool_param = False
-        probability = read_float((await self._infer(request))[contracts.SPEECH_PROBABILITY.name])
+        probability = read_float((await _infer(replica, request))[contracts.SPEECH_PROBABILITY.name])
         self._heard_s = now_s
         return probability
 

@@ -11,14 +11,17 @@ from pathlib import Path
 import grpc
 import uvloop
 
+from orchestrator.config import ConfigError
 from orchestrator.contracts import DEFAULT_GRPC_URL
 from orchestrator.grpc_front.server import Front, Served, Server
-from orchestrator.infer_streams import InferStreams
+from orchestrator.replica_set import find_replicas
+from orchestrator.replicas import Replicas
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m orchestrator.grpc_front", description=__doc__)
     parser.add_argument("--artifact", type=Path, required=True, help="folder made by `python -m build`")
+    parser.add_argument("--replicas", type=Path, metavar="FILE", help="the Tritons, as `serve` keeps them; else one:")
     parser.add_argument("--triton-grpc", default=DEFAULT_GRPC_URL, help="Triton's gRPC address (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=9001, help="port to listen on (%(default)s)")
@@ -34,8 +37,20 @@ def main() -> None:
 
 async def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM, then drain."""
-    streams = InferStreams(args.triton_grpc)
-    front = Front(streams, Served.read(args.artifact))
+    known = find_replicas(args.replicas, args.artifact, args.triton_grpc)
+    replicas = Replicas(known)
+    front = Front(replicas, Served.read(known.artifact))
+    version = known.version
+
+    def note(replicas: Replicas) -> None:
+        nonlocal version
+        if replicas.known.version != version:
+            version = replicas.known.version
+            try:
+                front.replace(Served.read(replicas.known.artifact))
+            except (ConfigError, OSError):
+                logging.exception("the artifact cannot be read; the models of the one before are still served")
+
     server = Server(front)
     address = f"{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
     if args.cert is None:
@@ -46,6 +61,7 @@ async def run(args: argparse.Namespace) -> None:
     if not port:
         raise SystemExit(f"cannot listen on {address}")
     await server.start()
+    following = asyncio.create_task(replicas.run(args.replicas, note))
     logging.info("the gRPC front listens on %s%s", address, " with TLS" if args.cert else "")
     ended = asyncio.create_task(server.wait_for_termination(None))
     stopping = asyncio.Event()
@@ -57,7 +73,9 @@ async def run(args: argparse.Namespace) -> None:
         raise SystemExit("gRPC's server ended by itself")  # `serve` says so and stops
     front.drain()
     await server.shutdown(args.drain_timeout_s)
-    await streams.close()
+    following.cancel()
+    await asyncio.wait([following])
+    await replicas.close()
 
 
 if __name__ == "__main__":

@@ -88,10 +88,14 @@ def check_request(request: Any, max_batch: int, models: Collection[str] = FRONT_
 
 def most_tokens(request: Any) -> list[int]:
     """The most tokens that each text of a checked request to `embedding` can have: no word piece is below a byte."""
-    texts = list(request.inputs[0].contents.bytes_contents)
+    return [len(text) + 2 for text in texts_of(request)]
+
+
+def texts_of(request: Any) -> list[bytes]:
+    """The elements of the first input, a BYTES tensor, of a checked request."""
     if request.raw_input_contents:
-        texts = list(_elements(request.raw_input_contents[0]))
-    return [len(text) + 2 for text in texts]
+        return list(_elements(request.raw_input_contents[0]))
+    return list(request.inputs[0].contents.bytes_contents)
 
 
 def _elements(raw: bytes) -> Iterator[bytes]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing, suppress
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -17,10 +17,12 @@ from tritonclient.grpc import service_pb2
 
 from orchestrator.contracts import EMBEDDING_MODEL, FORWARDED_HEADERS, ORCHESTRATOR_MODEL
 from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_prefixes
-from orchestrator.grpc_front.checks import check_request, most_tokens
+from orchestrator.grpc_front.checks import check_request, most_tokens, texts_of
 from orchestrator.grpc_front.scan import check_parts
 from orchestrator.infer_streams import InferStreams, Responses, ask_once
-from orchestrator.limits.client import LimitsClient, MeteredResponses
+from orchestrator.limits.client import MeteredResponses, Place
+from orchestrator.replicas import Replica, Replicas
+from orchestrator.request import prefix_key, read_fields
 from orchestrator.wire import ask_for_end, error_response, is_end
 
 log = logging.getLogger("orchestrator.grpc_front")
@@ -33,14 +35,15 @@ T = TypeVar("T")
 AnyResponses = Responses | MeteredResponses
 
 
-class Upstream(NamedTuple):
-    """The way to Triton, by way of `limits` for what does not pass the orchestrator.
+@dataclass
+class Upstream:
+    """The way to Triton.
 
     `max_batch` is the most texts that a request to the embedder may hold, `models` are the public ones that there are.
+    Both change with the artifact.
     """
 
-    streams: InferStreams
-    limits: LimitsClient
+    replicas: Replicas
     max_batch: int
     models: tuple[str, ...]
 
@@ -73,14 +76,48 @@ def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyRe
         if name in FORWARDED_HEADERS:
             request.parameters[name].string_param = value
     wants_end = ask_for_end(request)
+    replicas = upstream.replicas
     if request.model_name == ORCHESTRATOR_MODEL:
-        return Responses(upstream.streams, request), wants_end
+        key = _prefix_key(request) if len(replicas.serving) > 1 else None
+        replica = replicas.choose(key)
+
+        def instead() -> InferStreams | None:
+            other = replicas.another(replica, key)
+            return None if other is None else other.streams
+
+        return Responses(replica.streams, request, instead), wants_end
     headers = [
         (name, request.parameters[name].string_param) for name in FORWARDED_HEADERS if name in request.parameters
     ]
     lengths = most_tokens(request) if request.model_name == EMBEDDING_MODEL else []
-    ask = partial(ask_once, upstream.streams, request)
-    return MeteredResponses(upstream.limits, ask, request.model_name, lengths, headers), wants_end
+    beside = _Beside(replicas, request)
+    return MeteredResponses(beside.serve, beside.ask, request.model_name, lengths, headers), wants_end
+
+
+def _prefix_key(request: Any) -> bytes:
+    """Of a checked request to the orchestrator."""
+    caller = request.parameters["authorization"].string_param if "authorization" in request.parameters else ""
+    return prefix_key(read_fields(texts_of(request)[0]), caller)
+
+
+class _Beside:
+    """A request to a model beside the orchestrator, asked where its place is."""
+
+    def __init__(self, replicas: Replicas, request: Any) -> None:
+        self._replicas = replicas
+        self._request = request
+        self._replica: Replica | None = None
+
+    async def serve(self, place: Place, model: str, lengths: Any, headers: Any, work: Callable[[], Any]) -> Any:
+        def begin(replica: Replica) -> Any:
+            self._replica = replica
+            return work()
+
+        return await self._replicas.serve(place, model, lengths, headers, begin)
+
+    async def ask(self) -> Any:
+        assert self._replica is not None
+        return await ask_once(self._replica.streams, self._request)
 
 
 async def infer(upstream: Upstream, data: bytes, metadata: Metadata) -> Any:

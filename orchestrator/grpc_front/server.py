@@ -20,9 +20,8 @@ from orchestrator.contracts import EMBEDDING_MODEL, FRONT_MODELS, ORCHESTRATOR_M
 from orchestrator.errors import ApiError
 from orchestrator.grpc_front.checks import check_model, check_version
 from orchestrator.grpc_front.relay import StreamRelay, Upstream, infer, parse
-from orchestrator.infer_streams import InferStreams
-from orchestrator.limits.client import LimitsClient
 from orchestrator.readiness import engines_of, find_not_ready
+from orchestrator.replicas import Replicas
 from orchestrator.request import MAX_REQUEST_BYTES
 
 log = logging.getLogger("orchestrator.grpc_front")
@@ -122,10 +121,11 @@ class Served:
 class Front:
     """The handlers of every call of Triton's service. Messages come as bytes and are parsed by the handlers."""
 
-    def __init__(self, streams: InferStreams, served: Served) -> None:
-        self._streams = streams
+    def __init__(self, replicas: Replicas, served: Served) -> None:
+        self._replicas = replicas
         self._served = served
-        self._upstream = Upstream(streams, LimitsClient(streams), served.max_batch, served.models)
+        replicas.engines = served.engines
+        self._upstream = Upstream(replicas, served.max_batch, served.models)
         self._relays: set[StreamRelay] = set()
         answered = {name: _unary(self._ask(name)) for name in _ASKED} | {
             "ModelInfer": _unary(self._infer),
@@ -135,6 +135,12 @@ class Front:
             f"/{_SERVICE.full_name}/{method.name}": answered.get(method.name) or _unary(_deny(method.name))
             for method in _SERVICE.methods
         }
+
+    def replace(self, served: Served) -> None:
+        """Another artifact, for all requests from now on, also on streams that are open."""
+        self._served = served
+        self._replicas.engines = served.engines
+        self._upstream.max_batch, self._upstream.models = served.max_batch, served.models
 
     def drain(self) -> None:
         """Let what runs end, and take nothing new on streams that are open."""
@@ -148,12 +154,11 @@ class Front:
                 if "name" in request.DESCRIPTOR.fields_by_name:
                     check_model(request.name, self._served.models)
                     check_version(request.version)
-                response = await getattr(self._streams.stub, name)(request, timeout=_ASK_TIMEOUT_S)
+                stub = self._replicas.choose().streams.stub
+                response = await getattr(stub, name)(request, timeout=_ASK_TIMEOUT_S)
                 if name == "ServerReady" or (name == "ModelReady" and request.name == ORCHESTRATOR_MODEL):
                     # As the gateway's /ready: Triton does not know of an engine that died inside its model.
-                    response.ready = response.ready and not await find_not_ready(
-                        self._streams.stub, self._served.engines
-                    )
+                    response.ready = response.ready and not await find_not_ready(stub, self._served.engines)
                 return bytes(response.SerializeToString())
             except ApiError as error:
                 await _abort(context, error)

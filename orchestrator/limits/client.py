@@ -175,18 +175,18 @@ class MeteredResponses:
 
     def __init__(
         self,
-        limits: LimitsClient,
+        serve: Callable[..., Coroutine[Any, Any, Any]],
         ask: Callable[[], Awaitable[Any]],
         model: str,
         lengths: Sequence[int],
         headers: Headers,
     ) -> None:
-        """`lengths` are the most tokens that each input may have."""
+        """`serve` is that of a `LimitsClient`; `lengths` are the most tokens that each input may have."""
         self._place = Place()
         self.cancel: Callable[[], Awaitable[None]] = self._place.cancel
         self._ask = ask
         self._has_tokens = bool(lengths)
-        self._serving = partial(limits.serve, self._place, model, lengths, list(headers), self._serve)
+        self._serving = partial(serve, self._place, model, lengths, list(headers), self._serve)
 
     async def read(self) -> AsyncGenerator[Any, None]:
         """What `ask` returns, a `ModelStreamInferResponse`; the quotas' headers are parameters of it."""

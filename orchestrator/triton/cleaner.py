@@ -1,6 +1,6 @@
 """What cleans up after `serve`, also when `serve` itself is killed.
 
-    python cleaner.py SHARED_MEMORY_PREFIX        standard input: one process group id a line
+    python cleaner.py SHARED_MEMORY_PREFIX        standard input: one process group id a line, negative when it is gone
 
 At the end of its input, which comes when the supervisor closes it or dies, it kills those groups and removes
 what they left in /dev/shm. A process of its own, because nothing else is left to do it: Triton's Python stubs
@@ -21,7 +21,14 @@ def main() -> None:
     prefix = sys.argv[1]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a service manager may signal every process: this one ends last
-    for group in [int(line) for line in sys.stdin]:
+    groups: list[int] = []
+    for line in sys.stdin:
+        group = int(line)
+        if group > 0:
+            groups.append(group)
+        else:
+            groups.remove(-group)
+    for group in groups:
         try:
             os.killpg(group, signal.SIGKILL)
         except ProcessLookupError:

@@ -10,6 +10,7 @@ from pathlib import Path
 from orchestrator.doctor.examination import examine
 from orchestrator.doctor.files import Verified
 from orchestrator.doctor.findings import Finding
+from orchestrator.doctor.hardware import MEMORY
 from orchestrator.doctor.machine import Machine, ThisMachine
 from orchestrator.triton.artifact import Artifact, open_artifact
 from orchestrator.triton.process import StartError
@@ -18,15 +19,21 @@ from orchestrator.triton.server import TritonInstall, find_backends, find_triton
 
 
 def check_health(
-    artifact: Artifact, install: TritonInstall, more_backends: Path | None, machine: Machine | None = None
+    artifact: Artifact,
+    install: TritonInstall,
+    more_backends: Path | None,
+    machine: Machine | None = None,
+    *,
+    replaces: bool = False,
 ) -> None:
     """What `serve` must know before it starts; large files are read only if they were not read since they changed.
 
+    `replaces` says that it takes the place of what runs now, and so its memory.
     Raises `StartError` with every fault, each with its fix.
     """
     verified = Verified.of_user()
     findings = _diagnose(artifact, install, more_backends, machine, verified)
-    faults = [finding.text for finding in findings if finding.is_fault]
+    faults = [finding.text for finding in findings if finding.is_fault and not (replaces and finding.check == MEMORY)]
     verified.save()
     if faults:
         raise StartError("\n".join(faults))

@@ -47,13 +47,16 @@ class FrontOptions:
             "the way (--grpc-front-cert and --grpc-front-key)"
         )
 
-    def command(self, artifact: Path, ports: Ports, drain_timeout_s: float) -> tuple[str, ...]:
-        """The command line of the front, which reaches Triton by gRPC alone. `artifact` tells it what is served."""
+    def command(self, artifact: Path, ports: Ports, drain_timeout_s: float, replicas: Path) -> tuple[str, ...]:
+        """The command line of the front, which reaches the Tritons in the file `replicas` by gRPC alone.
+
+        `artifact` tells it what is served.
+        """
         tls = () if self.cert is None else ("--cert", str(self.cert), "--key", str(self.key))
         return (
             *(sys.executable, "-m", "orchestrator.grpc_front"),
             *("--artifact", str(artifact)),
-            *("--triton-grpc", f"{LOOPBACK}:{ports.triton_grpc}"),
+            *("--replicas", str(replicas)),
             *("--host", self.host),
             *("--port", str(ports.grpc_front)),
             *("--drain-timeout-s", str(math.ceil(drain_timeout_s))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from orchestrator.triton.process import StartError
@@ -49,6 +50,15 @@ def settle(ports: Ports, host: str, front_host: str = LOOPBACK) -> Ports:
             )
         settled.append(port)
     return Ports(*settled)
+
+
+def settle_beside(ports: Sequence[Ports]) -> Ports:
+    """Free ones for another Triton; gateway and front are those of `ports`, which are all that are used."""
+    taken = [port for each in ports for port in each]
+    for _ in range(3):
+        taken.append(_choose(LOOPBACK, taken))
+    http, grpc, metrics = taken[-3:]
+    return ports[0]._replace(triton_http=http, triton_grpc=grpc, triton_metrics=metrics)
 
 
 def _choose(address: str, settled: list[int]) -> int:

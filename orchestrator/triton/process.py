@@ -24,6 +24,10 @@ class StartError(Exception):
     """Something the operator must fix before (or because) `serve` cannot run; the text says what and how."""
 
 
+class ChildDied(StartError):
+    """Triton, the gateway or the gRPC front ended although nobody asked it to."""
+
+
 class Cleaner:
     """Sees to it that nothing is left when its block ends, or this process does, however that happens.
 
@@ -48,8 +52,21 @@ class Cleaner:
 
     def watch(self, child: Child) -> None:
         """Have the child's whole process group killed at the end."""
+        self._tell(child.pid)
+
+    def forget(self, child: Child) -> None:
+        """It is gone: its number may soon be another process'."""
+        self._tell(-child.pid)
+
+    @staticmethod
+    def remove_shared_memory(prefix: str) -> None:
+        """What a child has left in /dev/shm; `prefix` is a longer one than everybody's."""
+        for region in Path("/dev/shm").glob(f"{prefix}*"):
+            region.unlink(missing_ok=True)
+
+    def _tell(self, number: int) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(b"%d\n" % child.pid)
+        self._process.stdin.write(b"%d\n" % number)
         self._process.stdin.flush()
 
 
@@ -128,6 +145,11 @@ class Child:
         if self.log.stat().st_size >= MAX_LOG_BYTES:
             shutil.copyfile(self.log, self.log.with_name(f"{self.log.name}.1"))
             os.truncate(self.log, 0)
+
+    def move_log(self, log: Path) -> None:
+        """What it writes, and has written, is in `log` from now on."""
+        self.log.replace(log)
+        self.log = log
 
     def ask_to_end(self) -> None:
         """SIGTERM, once: to some programs a second one says to hurry."""

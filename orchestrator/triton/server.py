@@ -95,20 +95,18 @@ def launch(
     *,
     model_repository: Path,
     ports: Ports,
-    backends_dir: Path,
+    backends: Path | None,
     shm_prefix: str,
     restricted_key: str,
     exit_timeout_s: int,
     environ: Mapping[str, str],
-    more_backends: Path | None = None,
 ) -> TritonLaunch:
     """How to start `install` on loopback, serving `model_repository`, all models at boot and none after it.
 
-    It runs in the artifact, from which the engines' paths are relative. `more_backends` is a folder with a folder for
-    each further backend, or another one in the place of the installation's.
+    It runs in the artifact, from which the engines' paths are relative. `backends` is what `gather_backends` returned.
 
-    Writes only below `backends_dir`. Neither it nor `model_repository` may have characters that mean something to a
-    shell (`shell_safe`). `shm_prefix` begins the names of everything it puts into /dev/shm.
+    Neither `backends` nor `model_repository` may have characters that mean something to a shell (`shell_safe`).
+    `shm_prefix` begins the names of everything it puts into /dev/shm.
     `restricted_key` is what callers of the restricted APIs must send. Triton takes it on its command line alone, which
     all users of the machine can read (/proc/<pid>/cmdline): it keeps out who reaches the port, not who is logged in.
     Raises `StartError` when the Python stub's libpython cannot be found.
@@ -139,8 +137,8 @@ def launch(
     env["PATH"] = _search_path(Path(sys.executable).parent, environ.get("PATH"))
     env["PYTHONUNBUFFERED"] = "1"
     env[GRPC_URL_VARIABLE] = f"{LOOPBACK}:{ports.triton_grpc}"
-    if install.package is not None or more_backends is not None:
-        command.append(f"--backend-directory={_link_backends(install, more_backends, backends_dir)}")
+    if backends is not None:
+        command.append(f"--backend-directory={backends}")
     if install.package is not None:
         env["LD_LIBRARY_PATH"] = _search_path(*library_folders(install), environ.get("LD_LIBRARY_PATH"))
     return TritonLaunch(tuple(command), env, model_repository.parent)
@@ -162,6 +160,31 @@ def find_backends(install: TritonInstall, more_backends: Path | None) -> dict[st
     root = install.package or install.binary.parent.parent
     folders = [root / "backends"] + ([] if more_backends is None else [more_backends])
     return {path.name: path for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_dir()}
+
+
+def gather_backends(install: TritonInstall, more_backends: Path | None, backends_dir: Path) -> Path | None:
+    """One folder with all backends, made anew; None where the installation's own is that already.
+
+    nvidia-pytriton keeps the Python backend's stubs apart. `more_backends` is a folder with a folder for each further
+    backend, or another one in the place of the installation's. Nothing may run with what lay in `backends_dir` before.
+
+    Links but for the Python backend: Triton refuses its library, for a backend written in Python, where a symbolic link
+    takes it out of its folder.
+    """
+    if install.package is None and more_backends is None:
+        return None
+    if backends_dir.is_dir():
+        shutil.rmtree(backends_dir)  # a run-dir is used again
+    backends_dir.mkdir(parents=True)
+    for name, backend in find_backends(install, more_backends).items():
+        folder = backends_dir / name
+        if name != "python":
+            folder.symlink_to(backend.absolute())
+            continue
+        shutil.copytree(backend, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        if install.package is not None and not (folder / _STUB).exists():
+            shutil.copy2(install.package / "python_backend_stubs" / _PYTHON / _STUB, folder)
+    return backends_dir
 
 
 @contextlib.contextmanager
@@ -194,26 +217,6 @@ def _wrong_python(source: str, supported: str) -> StartError:
         f"wrong Python: this is {_PYTHON}, and the Python backend of {source} is for {supported}\n"
         "fix: run serve with such a Python (TRITON_REALTIME_PYTHON=python3.11 scripts/serve)"
     )
-
-
-def _link_backends(install: TritonInstall, more_backends: Path | None, backends_dir: Path) -> Path:
-    """One folder with all backends; nvidia-pytriton keeps the Python backend's stubs apart.
-
-    Links but for the Python backend: Triton refuses its library, for a backend written in Python, where a symbolic link
-    takes it out of its folder.
-    """
-    if backends_dir.is_dir():
-        shutil.rmtree(backends_dir)  # a run-dir is used again
-    backends_dir.mkdir(parents=True)
-    for name, backend in find_backends(install, more_backends).items():
-        folder = backends_dir / name
-        if name != "python":
-            folder.symlink_to(backend.absolute())
-            continue
-        shutil.copytree(backend, folder, ignore=shutil.ignore_patterns("__pycache__"))
-        if install.package is not None and not (folder / _STUB).exists():
-            shutil.copy2(install.package / "python_backend_stubs" / _PYTHON / _STUB, folder)
-    return backends_dir
 
 
 def _search_path(*parts: Path | str | None) -> str:

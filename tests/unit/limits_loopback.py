@@ -54,7 +54,7 @@ class Beside:
 
     # --- as `InferStreams` ---
 
-    def borrow(self) -> Stream:
+    def borrow(self, model: str) -> Stream:
         return Stream(self)
 
     async def give_back(self, stream: Stream) -> None:

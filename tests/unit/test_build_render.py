@@ -162,6 +162,7 @@ def test_settings_are_merged() -> None:
         "enable_chunked_context": "true",
         "max_num_tokens": "512",
         "exclude_input_in_output": "true",
+        "stream_interval": "2",
         "speculation": "none",
         "num_draft_tokens": "4",
         "max_ngram_size": "3",
@@ -191,11 +192,12 @@ def test_the_embedder_is_what_the_gateway_reads(tmp_path: Path) -> None:
 
 
 def engine_settings(target_name: str) -> dict[str, str]:
-    """What `orchestrator.triton.engine_model` hands to an engine."""
+    """What `orchestrator.triton.engine_model` and the engine's process hand to an engine."""
     target = load_target(target_name)
     settings = target.models["llm_small"]
     parameters = engine_parameters("llm_small", settings, load_models(target)[settings.model or ""])
     del parameters["exclude_input_in_output"]
+    parameters.pop("stream_interval", None)
     return parameters | {"max_batch_size": str(settings.max_batch_size)}
 
 

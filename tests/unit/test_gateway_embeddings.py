@@ -19,9 +19,13 @@ from orchestrator.limits.ledger import Amount
 
 class FakeTriton:
     def __init__(self, beside: Beside) -> None:
-        self.limits = beside.client
+        self._limits = beside.client
         self.asked: list[str] = []
         self.leave = asyncio.Event()
+
+    async def serve(self, *request: Any) -> Any:
+        *request, work = request
+        return await self._limits.serve(*request, lambda: work(self))
 
     async def embed_text(self, text: str) -> tuple[bytes, int]:
         self.asked.append(text)

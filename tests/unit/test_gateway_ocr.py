@@ -90,7 +90,12 @@ class FakeTriton:
         self.begun = asyncio.Event()
         self.may_end = asyncio.Event()
         self.may_end.set()
-        self.limits = (beside or Beside()).client
+        self._limits = (beside or Beside()).client
+        self.check = self._limits.check
+
+    async def serve(self, *request: Any) -> Any:
+        *request, work = request
+        return await self._limits.serve(*request, lambda: work(self))
 
     async def read_image(self, image: bytes) -> bytes:
         self.images.append(image)

@@ -32,18 +32,13 @@ from orchestrator.voice.session import Abilities
 KEY = "Bearer rt-good"
 
 
-class FakeLimits:
+class FakeTriton:
     def __init__(self, *, with_keys: bool) -> None:
         self.with_keys = with_keys
 
     async def check(self, right: str, headers: list[tuple[str, str]]) -> None:
         if self.with_keys and dict(headers).get("authorization") != KEY:
             raise UnauthorizedError("no valid key")
-
-
-class FakeTriton:
-    def __init__(self, *, with_keys: bool) -> None:
-        self.limits = FakeLimits(with_keys=with_keys)
 
 
 class FakeRealtime(Realtime):

@@ -18,7 +18,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from orchestrator import contracts
 from orchestrator.grpc_front.__main__ import run
 from orchestrator.grpc_front.server import Front, Served, Server
-from orchestrator.infer_streams import InferStreams
+from orchestrator.replica_set import find_replicas
+from orchestrator.replicas import Replicas
 from orchestrator.wire import ASK_FOR_END, add_string, new_request
 
 Answer = Callable[[Any, Any], Awaitable[None]]
@@ -85,8 +86,8 @@ async def fronted(answer: Answer, engines: Sequence[str] = ()) -> AsyncIterator[
     port = triton.add_insecure_port("127.0.0.1:0")
     await triton.start()
     try:
-        streams = InferStreams(f"127.0.0.1:{port}")
-        front = Front(streams, Served(dict.fromkeys(engines, "engine"), max_batch=8))
+        replicas = Replicas(find_replicas(None, Path(), f"127.0.0.1:{port}"))
+        front = Front(replicas, Served(dict.fromkeys(engines, "engine"), max_batch=8))
         server = Server(front)
         front_port = server.add_insecure_port(b"127.0.0.1:0")
         await server.start()
@@ -95,7 +96,7 @@ async def fronted(answer: Answer, engines: Sequence[str] = ()) -> AsyncIterator[
                 yield fake, service_pb2_grpc.GRPCInferenceServiceStub(to_front), front
         finally:
             await server.shutdown(None)
-            await streams.close()
+            await replicas.close()
     finally:
         await triton.stop(None)
 
@@ -244,7 +245,9 @@ def test_a_server_that_ends_by_itself_ends_the_process(
         return None
 
     monkeypatch.setattr(Server, "wait_for_termination", ends)
-    args = argparse.Namespace(triton_grpc="127.0.0.1:1", host="127.0.0.1", port=0, cert=None, drain_timeout_s=1)
+    args = argparse.Namespace(
+        replicas=None, triton_grpc="127.0.0.1:1", host="127.0.0.1", port=0, cert=None, drain_timeout_s=1
+    )
     args.artifact = artifact("scripted")
     with pytest.raises(SystemExit, match="ended by itself"):
         asyncio.run(run(args))

@@ -344,7 +344,7 @@ def test_the_response_brings_the_headers_and_says_what_was_used(
     async def scenario() -> None:
         model = FakeModel(num_tokens, error)
         model.go.set()
-        metered = MeteredResponses(beside.client, model.ask, "embedding", [10, 20], headers("a"))
+        metered = MeteredResponses(beside.client.serve, model.ask, "embedding", [10, 20], headers("a"))
         (response,) = [response async for response in metered.read()]
         assert response.error_message == error
         names = (
@@ -363,7 +363,7 @@ def test_a_caller_that_cancels_hears_it_at_once_and_what_was_begun_ends() -> Non
 
     async def scenario() -> None:
         model = FakeModel([3])
-        metered = MeteredResponses(beside.client, model.ask, "embedding", [9], ())
+        metered = MeteredResponses(beside.client.serve, model.ask, "embedding", [9], ())
         reading = asyncio.create_task(anext(metered.read()))
         while not beside.num_running["embedding"]:
             await asyncio.sleep(0.001)

@@ -18,9 +18,9 @@ from orchestrator.request import (
     CompletionRequest,
     Guide,
     Kind,
+    glance,
     measure_nesting,
     parse_request,
-    wants_stream,
 )
 
 USER = {"role": "user", "content": "Hi"}
@@ -318,7 +318,7 @@ def test_a_refused_completion(fields: dict[str, Any], message: str, param: str) 
     ],
 )
 def test_many_values_are_refused_quickly(body: bytes) -> None:
-    for ask in (parse_request, lambda body: wants_stream(body, "chat")):
+    for ask in (parse_request, lambda body: glance(body, "chat")):
         started_s = time.process_time()
         with pytest.raises(InvalidRequestError, match="values; at most 16384 are allowed"):
             ask(body)
@@ -334,11 +334,11 @@ def test_only_the_first_of_many_faults_is_explained() -> None:
 
 
 def test_a_stream_is_seen_without_parsing_all() -> None:
-    assert wants_stream(json.dumps({"messages": [USER], "stream": True}).encode(), "chat")
-    assert not wants_stream(b'{"messages": 5}', "chat")  # the orchestrator will say what is wrong
+    assert glance(json.dumps({"messages": [USER], "stream": True}).encode(), "chat").stream
+    assert not glance(b'{"messages": 5}', "chat").stream  # the orchestrator will say what is wrong
     for body in (b"5", b'{"stream": 1, "messages": 5}', b'{"prompt": "x"}', b"{"):
         with pytest.raises(InvalidRequestError):
-            wants_stream(body, "chat")
+            glance(body, "chat")
 
 
 def test_an_endpoint_takes_its_own_kind() -> None:
@@ -415,7 +415,7 @@ def test_null_is_as_if_left_out() -> None:
     assert parse(**nulls) == parse()
     nulls = dict.fromkeys(set(CompletionRequest.model_fields) - {"prompt", "model", "ignore_eos"})
     assert complete(**nulls) == complete()
-    assert not wants_stream(json.dumps({"messages": [USER], "stream": None}).encode(), "chat")
+    assert not glance(json.dumps({"messages": [USER], "stream": None}).encode(), "chat").stream
 
 
 def test_what_asks_for_nothing_is_as_if_left_out() -> None:

@@ -19,11 +19,12 @@ import pytest
 from orchestrator.__main__ import main
 from orchestrator.manifest import Manifest
 from orchestrator.triton.artifact import Artifact
+from orchestrator.triton.fleet import Fleet, Replica
 from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
-from orchestrator.triton.process import Child, Cleaner, StartError
+from orchestrator.triton.process import Child, ChildDied, Cleaner, StartError
 from orchestrator.triton.server import TritonInstall, TritonLaunch
-from orchestrator.triton.supervisor import ChildDied, ServeFacts, ServeOptions, Signals, gateway_command, supervise
+from orchestrator.triton.supervisor import ServeFacts, ServeOptions, Signals, gateway_command, supervise
 
 # Answers 200 to every GET; notes its SIGTERM in the file ORDER. BEHAVIOUR is put in before it serves.
 FAKE = """
@@ -67,11 +68,26 @@ class Fakes:
     def run(
         self, signals: Signals, triton: str = "", gateway: str = "", grpc_front: str = "", drain_timeout_s: float = 5.0
     ) -> None:
-        launch = TritonLaunch(self.command("triton", self.ports.triton_http, triton), os.environ)
         command = self.command("gateway", self.ports.gateway, gateway)
         front = self.command("grpc_front", self.ports.grpc_front, grpc_front)
+        artifact = Artifact(self.facts.run_dir, Manifest(schema=1, target="scripted", files={}))
+
+        def launch(_: Artifact, replica: Replica, shm_prefix: str) -> TritonLaunch:
+            return TritonLaunch(self.command("triton", replica.ports.triton_http, triton), os.environ)
+
         with Cleaner() as cleaner:
-            supervise(launch, command, front, dict(os.environ), self.facts, drain_timeout_s, signals, cleaner)
+            fleet = Fleet(launch, artifact, 1, self.ports, self.facts.run_dir, cleaner, drain_timeout_s, print)
+            supervise(
+                fleet,
+                command,
+                front,
+                dict(os.environ),
+                self.facts,
+                drain_timeout_s,
+                signals,
+                cleaner,
+                lambda _: artifact,
+            )
 
     def is_ready(self) -> bool:
         return self.ready_file.exists()
@@ -135,6 +151,17 @@ def test_a_signal_stops_triton_last(fakes: Fakes, when, send, capsys: pytest.Cap
     *others, last = fakes.order.read_text().split()
     assert (sorted(others), last) == (["gateway", "grpc_front"], "triton")
     assert not fakes.ready_file.exists()
+    (triton,) = seen[0].pop("replicas")
+    assert triton.pop("pid") > 0
+    assert triton == {
+        "name": "triton",
+        "state": "serving",
+        "artifact": str(fakes.facts.run_dir),
+        "http_url": f"http://127.0.0.1:{fakes.ports.triton_http}",
+        "grpc_url": f"127.0.0.1:{fakes.ports.triton_grpc}",
+        "metrics_url": f"http://127.0.0.1:{fakes.ports.triton_metrics}/metrics",
+        "log": str(fakes.facts.log("triton")),
+    }
     assert seen == [
         {
             "pid": os.getpid(),
@@ -299,9 +326,9 @@ def test_the_gateway_is_told_whom_to_answer(tmp_path: Path) -> None:
     options = ServeOptions(
         tmp_path, tmp_path, gateway_workers=3, allowed_hosts=("a", "b"), allowed_origins=("http://c",)
     )
-    command = " ".join(gateway_command(artifact, options, Ports(), tmp_path / "run"))
+    command = " ".join(gateway_command(artifact, options, Ports(), tmp_path / "run" / "replicas.json"))
     assert "--workers 3" in command and f"--metrics-dir {tmp_path}/run/gateway-metrics" in command
-    assert "--triton-metrics http://127.0.0.1:8002/metrics" in command
+    assert f"--replicas {tmp_path}/run/replicas.json" in command
     assert "--allow-host=a --allow-host=b --allow-origin=http://c" in command
 
 
@@ -329,6 +356,14 @@ def test_beyond_loopback_it_takes_keys(tmp_path: Path, options: dict[str, Any], 
     ServeOptions(tmp_path, tmp_path, host="localhost", front=FrontOptions("::1")).check_keys()
 
 
+def test_several_tritons_share_quotas_or_are_refused(tmp_path: Path) -> None:
+    options = ServeOptions(tmp_path, tmp_path, keys=tmp_path / "keys.json", num_replicas=2)
+    with pytest.raises(StartError, match="--replicas 2 with --keys: .*\nfix: set REDIS_URL"):
+        options.check_replicas({"REDIS_URL": ""})
+    options.check_replicas({"REDIS_URL": "redis://127.0.0.1"})
+    ServeOptions(tmp_path, tmp_path, num_replicas=2).check_replicas({})
+
+
 # --- the command line --------------------------------------------------------------------------------------
 
 
@@ -347,6 +382,7 @@ def test_an_error_is_one_clear_block(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--drain-timeout-s", "soon"], "'soon' is not allowed; seconds from 0 to 3600"),
         (["--drain-timeout-s", "nan"], "'nan' is not allowed"),
         (["--gateway-workers", "0"], "'0' is not allowed; 1 to 64 workers"),
+        (["--replicas", "17"], "'17' is not allowed; 1 to 16 replicas"),
         (["--allow-host", "a.example:80"], "'a.example:80' is not a name or address without a port"),
         (["--allow-host", "*"], "'*' is not a name or address"),
         (["--allow-origin", "chat.example.com"], "'chat.example.com' is not an origin as browsers send it"),

@@ -16,7 +16,7 @@ from orchestrator.triton.artifact import check_artifact
 from orchestrator.triton.front import FrontOptions
 from orchestrator.triton.ports import LOOPBACK, Ports, settle
 from orchestrator.triton.process import StartError
-from orchestrator.triton.server import TritonInstall, find_triton, launch
+from orchestrator.triton.server import TritonInstall, find_triton, gather_backends, launch
 
 THIS_PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 NOWHERE = Path("/nonexistent")
@@ -101,12 +101,11 @@ def launch_at(
         install,
         model_repository=tmp_path / "model_repository",
         ports=Ports(1, 2, 3, 4, 5),
-        backends_dir=tmp_path / "backends",
+        backends=gather_backends(install, more, tmp_path / "backends"),
         shm_prefix="prefix-",
         restricted_key="secret",
         exit_timeout_s=7,
         environ=environ,
-        more_backends=more,
     )
 
 
@@ -305,15 +304,16 @@ def test_an_unknown_host() -> None:
 
 
 def test_the_fronts_command_line() -> None:
-    command = FrontOptions("0.0.0.0", Path("c.pem"), Path("k.pem")).command(Path("a"), Ports(1, 2, 3, 4, 5), 6.5)
+    options = FrontOptions("0.0.0.0", Path("c.pem"), Path("k.pem"))
+    command = options.command(Path("a"), Ports(1, 2, 3, 4, 5), 6.5, Path("r.json"))
     assert command[1:] == (
         *(
             "-m",
             "orchestrator.grpc_front",
             "--artifact",
             "a",
-            "--triton-grpc",
-            "127.0.0.1:3",
+            "--replicas",
+            "r.json",
             "--host",
             "0.0.0.0",
             "--port",
