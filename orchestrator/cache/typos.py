@@ -117,6 +117,7 @@ def _split_glued(text: str, other: str, lexicon: Lexicon) -> str:
     return text
 
 
+@functools.lru_cache(maxsize=1 << 14)  # the same words come with each near question
 def _doubt(word: str, *, is_first: bool, lexicon: Lexicon) -> Literal["none", "slip", "all"]:
     """What `word` may be: no typing error; one if letters only slipped, being a word of sorts; or any."""
     wrong = word.lower()

@@ -46,16 +46,18 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> None:
         live: dict[str, asyncio.Task[None]] = {}
-        async for request in requests:
-            if contracts.CANCEL_PARAMETER in request.parameters:
-                self.cancelled.append(request.id)
-                await context.write(response(request, end=True))
-                live[request.id].cancel()
-                await context.write(response(request, end=True))
-                continue
-            self.requests.append(request)
-            live[request.id] = asyncio.create_task(self.answer(request, context))
-        await asyncio.gather(*live.values(), return_exceptions=True)
+        try:
+            async for request in requests:
+                if contracts.CANCEL_PARAMETER in request.parameters:
+                    self.cancelled.append(request.id)
+                    await context.write(response(request, end=True))
+                    live[request.id].cancel()
+                    await context.write(response(request, end=True))
+                    continue
+                self.requests.append(request)
+                live[request.id] = asyncio.create_task(self.answer(request, context))
+        finally:  # also of one that broke the stream
+            await asyncio.gather(*live.values(), return_exceptions=True)
 
 
 def response(request: Any, payload: bytes | None = None, *, end: bool = False) -> Any:
