@@ -69,6 +69,21 @@ def test_a_wav_from_a_pipe_is_read_to_its_end() -> None:
     assert len(read(file)) == len(TONE)
 
 
+def test_a_flac_from_a_pipe_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = bytearray(as_file(np.tile(TONE, 12), form="FLAC"))
+    num_samples = 12 * len(TONE)
+    assert int.from_bytes(file[21:26], "big") & (1 << 36) - 1 == num_samples
+    file[21:26] = (int.from_bytes(file[21:26], "big") - num_samples).to_bytes(5, "big")  # RFC 9639: 0 is unknown
+    recording = Recording(bytes(file), "file")
+    assert sum(map(len, recording.read())) == num_samples
+    assert recording.duration_s == num_samples / 16_000
+    with pytest.raises(InvalidRequestError, match="cannot be decoded"):
+        read(bytes(file[: len(file) // 2]))
+    monkeypatch.setattr("orchestrator.voice.recording.MAX_S", 6.0)
+    with pytest.raises(RequestTooLargeError):
+        read(bytes(file))
+
+
 HOUR = as_file(np.zeros(3600 * 8_000, np.int16), 8_000, "FLAC")
 FLAC = as_file(np.random.default_rng(0).normal(0, 0.1, 80_000).astype(np.float32), form="FLAC")
 
