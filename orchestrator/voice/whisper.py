@@ -94,9 +94,14 @@ def leave_out_loops(segments: Sequence[Segment]) -> list[Segment]:
     At the end of a recording each temperature may fail so ("Only. Only. Only. ...").
     """
     kept: list[Segment] = []
-    for has_failed, run in groupby(segments, lambda segment: segment.compression_ratio > _MAX_COMPRESSION_RATIO):
-        kept += _without_loops(list(run)) if has_failed else run
+    for failed, group in groupby(segments, _has_failed):
+        run = list(group)
+        kept += _without_loops(run) if failed else run
     return kept
+
+
+def _has_failed(segment: Segment) -> bool:
+    return segment.compression_ratio > _MAX_COMPRESSION_RATIO
 
 
 def _without_loops(segments: Sequence[Segment]) -> list[Segment]:
