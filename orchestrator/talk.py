@@ -191,7 +191,7 @@ async def talking(
 def talk(url: str, question: Path, answer: Path, model: str, key: str | None = None) -> None:
     """Ask the question in the file `question`, write what is answered to `answer`, print what took how long.
 
-    Raises `TalkError`.
+    Raises `TalkError`, or `OSError` of the two files.
     """
     try:
         samples = np.concatenate(list(Recording(question.read_bytes(), str(question)).read()))
@@ -199,12 +199,13 @@ def talk(url: str, question: Path, answer: Path, model: str, key: str | None = N
         raise TalkError(f"{error}; fix: pip install -c constraints.txt -e '.[gateway,voice]'") from error
     except ApiError as error:
         raise TalkError(error.message) from error
-    with contextlib.closing(wave.open(str(answer), "wb")) as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(ANSWER_RATE_HZ)
-        client = asyncio.run(_ask(url, samples, model, key))
-        file.writeframes(bytes(client.audio))
+    answer.open("ab").close()  # raises before anything is asked; an older answer stays until there is a new one
+    client = asyncio.run(_ask(url, samples, model, key))
+    with answer.open("wb") as file, contextlib.closing(wave.open(file, "wb")) as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(ANSWER_RATE_HZ)
+        sound.writeframes(bytes(client.audio))
     _print(client, answer)
 
 

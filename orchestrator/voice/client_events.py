@@ -282,6 +282,10 @@ def read_json(text: str) -> dict[str, Any]:
         raise InvalidRequestError(f"the event has {len(text)} characters; at most {MAX_EVENT_BYTES} are allowed")
     try:
         fields = json.loads(text)
+        if "\\u" in text:
+            json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # much of it is told the client again, as UTF-8
+        raise InvalidRequestError("the event holds half of a surrogate pair, which no text can hold") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"the event is not JSON: {error}") from error
     if not isinstance(fields, dict):

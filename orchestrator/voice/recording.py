@@ -25,6 +25,8 @@ _BLOCK_S = 5.0
 _READ_AS = {"WAV": "wav", "WAVEX": "wav", "RF64": "wav", "FLAC": "flac", "OGG": "ogg", "MP3": "mp3", "MPEG": "mp3"}
 # A RIFF file that was written into a pipe does not know its length.
 _UNKNOWN_LENGTHS = (0, 0x7FFFFFFF, 0xFFFFFFFF)
+# Nor does such a FLAC; libsndfile's SF_COUNT_MAX says so.
+_UNKNOWN_FRAMES = (1 << 63) - 1
 
 Floats = npt.NDArray[np.float32]
 
@@ -45,15 +47,18 @@ class Recording:
             known = ", ".join(FORMATS)
             raise self._refused(f"cannot be read as sound ({error.error_string}); {known} are") from error
         rate, channels, frames = self._sound.samplerate, self._sound.channels, self._sound.frames
+        self._has_length = frames != _UNKNOWN_FRAMES
         if self._sound.format not in _READ_AS:
             raise self._refused(f"is {self._sound.format}; allowed are {', '.join(FORMATS)}")
         if not MIN_RATE_HZ <= rate <= MAX_RATE_HZ:
             raise self._refused(f"has {rate} samples a second; allowed are {MIN_RATE_HZ} to {MAX_RATE_HZ}")
         if not 1 <= channels <= MAX_CHANNELS:
             raise self._refused(f"has {channels} channels; at most {MAX_CHANNELS} are allowed")
+        if not self._has_length:
+            self._sound.seekable = lambda: False  # or soundfile seeks, to where it is, and libsndfile cannot
         if frames <= 0:
             raise self._refused("has no samples")
-        if frames > MAX_S * rate:
+        if self._has_length and frames > MAX_S * rate:
             raise self._too_long(frames / rate)
         if _is_cut(file):
             raise self._refused("ends before the length that it states; send all of it")
@@ -61,8 +66,9 @@ class Recording:
 
     @property
     def duration_s(self) -> float:
-        """As the file states it; once all blocks were read, as it is."""
-        return max(self._num_read, 0 if self._num_read else self._sound.frames) / float(self._sound.samplerate)
+        """As the file states it, 0 if it does not; once all blocks were read, as it is."""
+        stated = self._sound.frames if self._has_length else 0
+        return (self._num_read or stated) / float(self._sound.samplerate)
 
     def read(self) -> Iterator[Floats]:
         """All of it, resampled, its channels made one: FP32 [samples] at a time.
@@ -93,7 +99,7 @@ class Recording:
             if is_last:
                 break
         # Of MP3 and Ogg the length is an estimate; FLAC's is exact.
-        if self._sound.format == "FLAC" and self._num_read < self._sound.frames:
+        if self._sound.format == "FLAC" and self._has_length and self._num_read < self._sound.frames:
             raise self._refused(f"ends after {self._num_read} of {self._sound.frames} samples; send all of it")
 
     def _refused(self, reason: str) -> InvalidRequestError:

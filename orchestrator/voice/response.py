@@ -164,6 +164,7 @@ class Response:
         self._outlet = outlet
         self._shorten = shorten
         self._clock = clock
+        self._is_told = False  # that it has begun
         self._is_hushed = False
         self._reason: str | None = None
         self._error: ApiError | None = None
@@ -230,6 +231,8 @@ class Response:
         """
         if self.is_over:
             return 0
+        if not self.is_held:
+            self._emit_begin()
         rate_hz = self._order.rate_hz
         heard_ms = self._playback.num_heard(self._clock()) * 1000 // rate_hz
         if audio_end_ms is not None:
@@ -467,6 +470,10 @@ class Response:
         }
 
     def _emit_begin(self) -> None:
+        """Once: it may be cancelled before `run` comes to it."""
+        if self._is_told:
+            return
+        self._is_told = True
         self._outlet.emit({"type": "response.created", "response": self.describe()})
         self._emit_item("response.output_item.added")
         self._emit_in_conversation("conversation.item.added")

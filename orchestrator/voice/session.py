@@ -539,7 +539,6 @@ class Session:
             raise refused("response.output_modalities", "no model of this server speaks; use ['text']")
         if not self._transcribing and not self._messages(options):
             raise refused("type", "there is nothing to answer; send conversation.item.create first")
-        self._is_owed = False
         times, self._committed = self._committed, TurnTimes()
         self._deal(self._make_response(options, times))
 
@@ -591,13 +590,16 @@ class Session:
         if response is self._response:
             self._response = None
             self._counts.turn(response.times)
-            if self._is_owed:
-                self._is_owed = False
-                self._deal(self._make_response(ResponseOptions(), TurnTimes()))
+            self._deal_owed()
+
+    def _deal_owed(self) -> None:
+        """What was said during an answer that is over now is answered."""
+        if self._is_owed:
+            self._deal(self._make_response(ResponseOptions(), TurnTimes()))
 
     def _deal(self, response: Response) -> None:
-        """The answer is wanted."""
-        self._response = response
+        """The answer is wanted, and answers all that was said."""
+        self._response, self._is_owed = response, False
         if response.conversation_id is not None:
             response.previous_item_id = self._conversation.add(response.item)
         response.release()
@@ -612,6 +614,8 @@ class Session:
         self._counts.turn(response.times)
         if response.item.kind == "output_audio":
             self._emit_truncated(response.item, heard_ms)
+        if reason == "client_cancelled":
+            self._deal_owed()
 
     def _cancel_response(self, event: CancelResponse) -> None:
         if self._response is None or event.response_id not in (None, self._response.id):

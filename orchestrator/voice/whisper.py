@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ _SILENT_FRAMES, _PARTIAL_SILENT_FRAMES = 500, 300
 _TOKENS_A_S, _MORE_TOKENS = 8, 8
 _NO_PLACE_S = 0.02
 _MIN_LOGPROB = -1.0
+# A transcript that gzip makes so much smaller says the same again and again (as above, the paper and faster-whisper).
+_MAX_COMPRESSION_RATIO = 2.4
+_MIN_TIMES = 3  # people say things twice
 
 
 class _ShortWindow(WhisperModel):  # type: ignore[misc]
@@ -81,7 +85,47 @@ class Whisper:
             for segment in segments
             if segment.words
         ]
-        return leave_out_made_up(heard) if is_partial else heard
+        return leave_out_made_up(heard) if is_partial else leave_out_loops(heard)
+
+
+def leave_out_loops(segments: Sequence[Segment]) -> list[Segment]:
+    """Once what is said three times and more, where a transcript is so repetitive that Whisper has failed.
+
+    At the end of a recording each temperature may fail so ("Only. Only. Only. ...").
+    """
+    kept: list[Segment] = []
+    for failed, group in groupby(segments, _has_failed):
+        run = list(group)
+        kept += _without_loops(run) if failed else run
+    return kept
+
+
+def _has_failed(segment: Segment) -> bool:
+    return segment.compression_ratio > _MAX_COMPRESSION_RATIO
+
+
+def _without_loops(segments: Sequence[Segment]) -> list[Segment]:
+    words = [(number, word) for number, segment in enumerate(segments) for word in segment.words]
+    keys = [word.key for _, word in words]
+    kept: list[list[Word]] = [[] for _ in segments]
+    index = 0
+    while index < len(words):
+        length, times = _find_loop(keys[index:])
+        for number, word in words[index : index + length]:
+            kept[number].append(word)
+        index += length * times
+    return [replace(segment, words=tuple(each)) for segment, each in zip(segments, kept) if each]
+
+
+def _find_loop(keys: Sequence[str]) -> tuple[int, int]:
+    """How many words it begins with come again at once, and how often in all; (1, 1) if that is less than thrice."""
+    for length in range(1, len(keys) // _MIN_TIMES + 1):
+        times = 1
+        while keys[:length] == keys[length * times : length * (times + 1)]:
+            times += 1
+        if times >= _MIN_TIMES:
+            return length, times
+    return 1, 1
 
 
 def leave_out_made_up(segments: Sequence[Segment]) -> list[Segment]:

@@ -122,6 +122,23 @@ def test_cancel_ends_the_model() -> None:
     run(scene())
 
 
+def test_what_is_cancelled_at_once_was_created_all_the_same() -> None:
+    async def scene() -> None:
+        client = Client(abilities=TEXT_ONLY)
+        await client.send("conversation.item.create", item=QUESTION)
+        num_before = len(client.types)
+        await client.send("response.create")
+        await client.send("response.cancel")
+        await client.session.close()
+        told = [name for name in client.types[num_before:] if name.startswith("response.")]
+        assert told[0] == "response.created" and told[-1] == "response.done"
+        assert told.count("response.created") == told.count("response.done") == 1
+        assert client.all("response.created")[0]["response"]["status"] == "in_progress"
+        assert client.all("response.done")[0]["response"]["status"] == "cancelled"
+
+    run(scene())
+
+
 def test_a_refusal_is_a_failed_answer() -> None:
     async def scene() -> None:
         engines = FakeEngines()
@@ -309,6 +326,27 @@ def test_any_text_is_answered(text: str) -> None:
         client = Client(abilities=TEXT_ONLY)
         await client.session.receive(text)
         assert client.types[-1] == "error"
+        await client.session.close()
+
+    run(scene())
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        r'{"type": "x", "event_id": "\ud800"}',
+        r'{"type": "conversation.item.create", "item": {"type": "message", "role": "user",'
+        r' "content": [{"type": "input_text", "text": "a \ud83d"}]}}',
+        r'{"type": "response.create", "response": {"metadata": {"key": "\udc00"}}}',
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_and_never_told_again(event: str) -> None:
+    async def scene() -> None:
+        client = Client(abilities=TEXT_ONLY)
+        await client.send("conversation.item.create", item=QUESTION)
+        await client.session.receive(event)
+        assert "half of a surrogate pair" in client.events[-1]["error"]["message"]
+        json.dumps(client.events, ensure_ascii=False).encode()
         await client.session.close()
 
     run(scene())
@@ -574,6 +612,32 @@ def test_without_early_start_nothing_is_asked_before_the_end() -> None:
         await client.speak(960, loud=False)
         await client.wait_for("response.done")
         await client.session.close()
+
+    run(scene())
+
+
+def test_a_question_during_an_answer_that_is_cancelled_is_answered_once() -> None:
+    async def scene() -> None:
+        engines = FakeEngines()
+        engines.answer_deltas = ["One two three four. "] * 50
+        client = Client(engines)
+        detection = {"type": "server_vad", "silence_duration_ms": 200, "interrupt_response": False}
+        await client.configure(audio={"input": {"turn_detection": detection}})
+        heard = "conversation.item.input_audio_transcription.completed"
+        for number in (1, 2):
+            await client.speak(640)
+            await client.speak(320, loud=False)
+            await client.wait_for(heard, number)
+            await client.wait_for("response.output_audio.delta")
+        assert client.types.count("response.created") == 1
+        engines.answer_deltas = ["Yes."]
+        await client.send("response.cancel")  # the second question is still to be answered
+        assert (await client.wait_for("response.done", 2))["response"]["status"] == "completed"
+        await client.speak(640)
+        await client.speak(320, loud=False)
+        await client.wait_for("response.done", 3)
+        await client.session.close()
+        assert client.types.count("response.created") == 3
 
     run(scene())
 

@@ -29,7 +29,7 @@ from orchestrator.voice.request import parse_speech_request, parse_transcription
 from orchestrator.voice.speaking import sentences_of, wav_header
 from orchestrator.voice.transcript import Segment, Word, text_of
 from orchestrator.voice.vad import Frame, VoiceActivity
-from orchestrator.voice.whisper import leave_out_made_up
+from orchestrator.voice.whisper import leave_out_loops, leave_out_made_up
 
 TONE = (0.3 * np.sin(np.arange(24_000) * 2 * np.pi * 440 / 48_000)).astype(np.float32)  # half a second at 48 kHz
 
@@ -67,6 +67,21 @@ def test_a_long_file_comes_in_blocks() -> None:
 def test_a_wav_from_a_pipe_is_read_to_its_end() -> None:
     file = wav_header(16_000) + (TONE * 32767).astype("<i2").tobytes()
     assert len(read(file)) == len(TONE)
+
+
+def test_a_flac_from_a_pipe_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = bytearray(as_file(np.tile(TONE, 12), form="FLAC"))
+    num_samples = 12 * len(TONE)
+    assert int.from_bytes(file[21:26], "big") & (1 << 36) - 1 == num_samples
+    file[21:26] = (int.from_bytes(file[21:26], "big") - num_samples).to_bytes(5, "big")  # RFC 9639: 0 is unknown
+    recording = Recording(bytes(file), "file")
+    assert sum(map(len, recording.read())) == num_samples
+    assert recording.duration_s == num_samples / 16_000
+    with pytest.raises(InvalidRequestError, match="cannot be decoded"):
+        read(bytes(file[: len(file) // 2]))
+    monkeypatch.setattr("orchestrator.voice.recording.MAX_S", 6.0)
+    with pytest.raises(RequestTooLargeError):
+        read(bytes(file))
 
 
 HOUR = as_file(np.zeros(3600 * 8_000, np.int16), 8_000, "FLAC")
@@ -397,3 +412,16 @@ def test_what_whisper_made_up_is_left_out() -> None:
     assert leave_out_made_up([heard((" you", 1.0, 1.0))]) == []
     pause = heard((" one", 0.0, 0.0), (" two", 0.5, 0.9))
     assert leave_out_made_up([pause]) == [pause]
+
+
+def test_what_whisper_says_over_and_over_is_said_once() -> None:
+    def heard(text: str, ratio: float) -> Segment:
+        return Segment(tuple(Word(f" {word}", 0.0, 0.1, 0.9) for word in text.split()), -0.3, ratio, 0.0, 0.0)
+
+    real = heard("He said no, no, no, no.", 1.6)
+    looped = [heard("In the end.", 30.0), heard("Only. Only.", 30.0), heard("Only only", 30.0), heard("only.", 30.0)]
+    assert text_of(leave_out_loops([real, *looped, real])) == f"{text_of([real])} In the end. Only. {text_of([real])}"
+    assert text_of(leave_out_loops([heard("and so on " * 70 + "and", 30.0)])) == "and so on and"
+    twice = heard("very very good very very good", 30.0)
+    assert leave_out_loops([twice]) == [twice]
+    assert leave_out_loops([]) == []
