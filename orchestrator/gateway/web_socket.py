@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncio import TimerHandle
+from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
@@ -16,6 +17,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     write_s = WRITE_S
     _write_timer: TimerHandle | None = None
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True  # refused; uvicorn would log that as an error of the application
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -200,13 +200,14 @@ def test_pages_that_were_named_may_connect(text: Served) -> None:
 
 
 @pytest.mark.parametrize(("query", "status"), [("?model=gpt-realtime", 404), ("?voice=joe", 400)])
-def test_wrong_addresses_are_refused(text: Served, query: str, status: int) -> None:
+def test_wrong_addresses_are_refused(text: Served, query: str, status: int, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(InvalidStatus) as got, text.connect(query):
         pass
     assert got.value.response.status_code == status
     with pytest.raises(InvalidStatus) as got, connect(f"ws://127.0.0.1:{text.port}/v1/other", proxy=None):
         pass
     assert got.value.response.status_code == 404
+    assert "without completing handshake" not in caplog.text, "a stranger's doing is no error of ours"
 
 
 def test_keys(locked: Served) -> None:
