@@ -16,6 +16,7 @@ import glob
 import json
 import os
 import random
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,10 @@ SOCKETS_VARIABLE = "TRITON_REALTIME_SOCKETS"
 # A request is 1 MiB at most (`gateway.guard`, `grpc_front.checks`) beside its parameters; of events Triton's gRPC
 # clients take 4 MiB as well.
 MAX_MESSAGE_BYTES = 4 << 20
+# Connections that wait to be accepted: more than the requests that the orchestrator takes (`limits.max_live_requests`).
+# Linux refuses one more at once (EAGAIN) where TCP would have it try again, so that is done here.
+_BACKLOG = 1024
+_CONNECT_TIMEOUT_S, _CONNECT_PAUSE_S = 2.0, 0.005
 _LENGTH_BYTES = 4
 
 
@@ -55,7 +60,7 @@ class LocalCall:
         if self._connection is None:
             if not (paths := glob.glob(self._pattern)):
                 raise FileNotFoundError(f"no orchestrator listens at {self._pattern}")
-            self._connection = await asyncio.open_unix_connection(random.choice(paths))
+            self._connection = await _connect(random.choice(paths))
         writer = self._connection[1]
         writer.write(_frame(request))
         await writer.drain()
@@ -78,6 +83,17 @@ class LocalCall:
     def cancel(self) -> None:
         if self._connection is not None:
             self._connection[1].close()
+
+
+async def _connect(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    ends_s = time.monotonic() + _CONNECT_TIMEOUT_S
+    while True:
+        try:
+            return await asyncio.open_unix_connection(path)
+        except BlockingIOError:
+            if time.monotonic() > ends_s:
+                raise
+        await asyncio.sleep(_CONNECT_PAUSE_S)
 
 
 class LocalSink:
@@ -138,7 +154,7 @@ async def listen(path: str, receive: Callable[[Any, LocalSink], Call | None]) ->
     Path(path).unlink(missing_ok=True)
     before = os.umask(0o177)
     try:
-        return await asyncio.start_unix_server(converse, path)
+        return await asyncio.start_unix_server(converse, path, backlog=_BACKLOG)
     finally:
         os.umask(before)
 

@@ -166,6 +166,7 @@ def test_metrics(scripted_stack: Stack) -> None:
         connection.recv(100)
         assert read_metrics(scripted_stack)["rt_gateway_live_streams"][()] == 1
     wait_for(lambda: read_metrics(scripted_stack)["rt_gateway_live_streams"][()] == 0)
+    scripted_stack.wait_until_idle()
     after = read_metrics(scripted_stack)
 
     def grown(name: str, *labels: str) -> float:

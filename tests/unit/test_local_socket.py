@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +65,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Orches
             await streams.close()
             server.close()
 
-        asyncio.run(asyncio.wait_for(main(), 20))
+        uvloop.run(asyncio.wait_for(main(), 20))  # as gateway, front and orchestrator do
         return orchestrator
 
     return run
@@ -150,6 +151,18 @@ def test_where_nobody_listens_the_error_says_so(tmp_path: Path, monkeypatch: pyt
             await anext(ask(InferStreams(URL)).read())
 
     asyncio.run(scenario())
+
+
+def test_many_connect_at_once(run: Callable[..., Orchestrator]) -> None:
+    """More than the kernel keeps waiting: it refuses them at once, which no caller shall hear of."""
+
+    async def scenario(streams: InferStreams) -> None:
+        async def one(number: int) -> int:
+            return len([response async for response in ask(streams, b"%d" % number).read()])
+
+        assert await asyncio.gather(*map(one, range(1500))) == [1] * 1500
+
+    run(lambda call, sink: sink.send("done", final=True), scenario)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
