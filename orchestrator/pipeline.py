@@ -10,6 +10,7 @@ import json
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -76,11 +77,15 @@ class Pipeline:
         embed: Embed | None = None,
         quality: Quality | None = None,
         traces: Traces | None = None,
+        is_instrumented: bool = True,
     ) -> None:
         """`cloud` is needed by cloud tiers alone, `embed` by those that compress prompts.
 
         Without `gate` nobody has a key, without `classify` nobody judges, without `quality` no answer is sampled.
+        `is_instrumented` as in `orchestrator.instrumentation`. `outcomes` counts requests by how they ended.
         """
+        self.outcomes: Counter[str] = Counter()
+        self._is_instrumented = is_instrumented
         self.dispatch = Dispatch(tiers, root, engines, cloud, classify=classify, embed=embed, quality=quality)
         self.afterwards = Afterwards(
             RuleFilter(tiers.safety.words), tiers, quality, self.dispatch.generate_aside, self.dispatch.queues()
@@ -139,6 +144,16 @@ class Pipeline:
         except Exception as error:
             log.exception("an operation on the cache failed")
             call.sink.fail(InternalError(f"the cache failed: {type(error).__name__}"))
+
+    def refuse(self, call: Call, error: ApiError) -> None:
+        """End a call that is not even begun."""
+        ride = Ride(call)
+        ride.outcome = error.code
+        if call.request_id is not None and not is_request_id(call.request_id):
+            call.request_id = None
+        self._gate.count(error)
+        call.sink.fail(error)
+        self._note(ride, time.monotonic())
 
     async def finish(self) -> None:
         """Until what goes on after a call's last event is done too."""
@@ -280,14 +295,21 @@ class Pipeline:
     # --- settle ---
 
     async def _settle(self, ride: Ride) -> None:
-        """After the last event: quotas, what it cost, metrics, the log line, and the trace."""
-        ended_s = time.monotonic()
-        call, key, output = ride.call, ride.key, ride.output
+        """After the last event: quotas, what it cost, and what is noted of it."""
+        ended_s, key = time.monotonic(), ride.key
         used = measure(ride)
         if ride.permit is not None:
             await ride.permit.settle(used)
         if key is not None and ride.flight is not None and ride.flight.answer is not None:
             self.spending.count(key.tenant, ride.flight.answer, used)
+        self._note(ride, ended_s)
+
+    def _note(self, ride: Ride, ended_s: float) -> None:
+        """Metrics, the log line, and the trace: once for each request."""
+        if not self._is_instrumented:
+            return
+        call, key, output = ride.call, ride.key, ride.output
+        self.outcomes[ride.outcome] += 1
         line = {"event": "request", "outcome": ride.outcome, "id": call.id, "x_request_id": call.request_id}
         line |= {} if key is None else {"key": key.id, "tenant": key.tenant}
         facts: dict[str, Any] = {}

@@ -25,6 +25,8 @@ from perf.report import publish, write_json
 from perf.router_quality import router_quality
 from perf.routing import routing
 from perf.safety_speed import safety_speed
+from perf.soak import NAMES as FAULTS
+from perf.soak import soak
 from perf.speech import speech
 from perf.stack import find_artifact
 from perf.stagger import stagger
@@ -52,6 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table, result = token_path(options.artifacts, options.streams, options.tokens, options.itl_ms)
         elif options.command == "stagger":
             table, result = stagger(options.artifacts, options.rounds)
+        elif options.command == "instrumentation":
+            from perf.instrumentation import instrumentation  # no other command needs OpenTelemetry
+
+            table, result = instrumentation(
+                options.artifacts, options.target, options.pairs, options.streams, options.tokens
+            )
+        elif options.command == "soak":
+            table, result = soak(options.minutes, options.replicas, only=options.faults)
         elif options.command == "cache-quality":
             from perf.embedder import ArtifactEmbedder  # no other command needs onnxruntime
 
@@ -194,6 +204,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--itl-ms", type=float, default=40.0, help="the pace of the engine that waits")
     command = add("stagger", "first tokens of six streams that start 200 ms apart")
     command.add_argument("--rounds", type=_count, default=9, help="rounds of six streams")
+    command = add("instrumentation", "what logging, counting, timing and tracing every request costs")
+    command.add_argument("--target", choices=("scripted", "cpu"), default="scripted", help="whose engine answers")
+    command.add_argument("--pairs", type=_pairs, default=10, help="measurements with and without, at least 2")
+    command.add_argument("--streams", type=_count, default=16, help="requests at once")
+    command.add_argument("--tokens", type=_count, default=64, help="tokens of each stream")
+    command = add("soak", "a server at 80 %% of what it can do while parts of it fail: is every answer right?")
+    command.add_argument("--minutes", type=_positive, default=30.0, help="of the soak itself")
+    command.add_argument("--replicas", type=_count, default=2, help="Tritons; one is killed where there are several")
+    command.add_argument(
+        "--faults", nargs="*", choices=FAULTS, default=list(FAULTS), metavar="NAME", help="these alone"
+    )
     command = add("cancel", "how soon the engine lets go when a client leaves")
     command.add_argument("--times", type=_count, default=30, help="clients that leave, alone and beside others each")
     command.add_argument("--others", type=_count, default=8, help="other streams")
@@ -291,6 +312,12 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 1")
     return int(text)
+
+
+def _pairs(text: str) -> int:
+    if (number := _count(text)) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 2")
+    return number
 
 
 def _counts(text: str) -> list[int]:

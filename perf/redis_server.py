@@ -49,6 +49,11 @@ class RedisServer:
         assert self._process is not None
         return self._process.pid
 
+    def pids(self) -> list[int]:
+        """Its process, if it runs now; for any thread."""
+        process = self._process
+        return [] if process is None else [process.pid]
+
     def _answers(self) -> bool:
         with socket.socket(socket.AF_UNIX) as client:
             try:

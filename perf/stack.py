@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from orchestrator.config import Tier, load_tiers
 from orchestrator.streaming.tokenizer import ChatTokenizer
@@ -38,6 +40,12 @@ class Stack:
     triton_metrics_url: str
     triton_log: Path
     serve_pid: int
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """What `serve.json` says of each Triton now (`orchestrator.triton.fleet.Replica.facts`)."""
+        facts: dict[str, Any] = json.loads((self.triton_log.parent / "serve.json").read_text(encoding="utf-8"))
+        replicas: list[dict[str, Any]] = facts["replicas"]
+        return replicas
 
     @property
     def tier(self) -> Tier:
@@ -71,16 +79,22 @@ def served_stack(artifact: Path, run_dir: Path) -> Stack:
         facts["gateway_url"],
         facts["triton_grpc_url"],
         facts["triton_metrics_url"],
-        Path(facts["logs"]["triton"]),
+        Path(facts["replicas"][0]["log"]),
         facts["pid"],
     )
 
 
 @contextmanager
 def running_stack(
-    artifact: Path, *more_flags: str, logs: Path | None = None, ready_timeout_s: float = READY_TIMEOUT_S
+    artifact: Path,
+    *more_flags: str,
+    logs: Path | None = None,
+    ready_timeout_s: float = READY_TIMEOUT_S,
+    environ: Mapping[str, str] | None = None,
 ) -> Iterator[Stack]:
     """Serve `artifact` until the block ends, however it ends. With `logs` its logs are kept in that folder.
+
+    `environ` is what its environment has beside ours.
 
     Raises `PerfError` with the last lines of `serve`'s output when it does not become ready.
     """
@@ -97,7 +111,14 @@ def running_stack(
         say(f"starting {artifact}")
         with (run_dir / "serve.log").open("wb") as log:
             # In a session of its own Ctrl-C does not reach it: it is stopped once, in order, below.
-            serve = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            serve = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **(environ or {})},
+            )
         try:
             yield _wait_until_ready(serve, artifact, run_dir, ready_timeout_s)
             _check_running(serve, run_dir)

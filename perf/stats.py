@@ -3,7 +3,27 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
+
+# Student's t, one-sided 95 %, for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods,
+# section 1.3.6.7.2). For more than the last it is a little smaller.
+_T_95 = (
+    *(6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812),
+    *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
+    *(1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697),
+)
+
+
+def upper_bound_95(values: Sequence[float]) -> float:
+    """What the mean of whatever `values` are a sample of does not exceed, with 95 % confidence, one-sided.
+
+    Raises `ValueError` for fewer than two values.
+    """
+    if len(values) < 2:
+        raise ValueError(f"values: {len(values)}; a bound needs at least two")
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values) + _T_95[min(len(values) - 1, len(_T_95)) - 1] * error
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

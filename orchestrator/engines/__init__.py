@@ -84,7 +84,7 @@ Deliver = Callable[[Chunk], None]
 class Engine(Protocol):
     """Runs many requests at once. Every accepted request ends with exactly one finished chunk.
 
-    An engine that failed for good ends every request with an error chunk, then refuses every call.
+    An engine that failed ends every request with an error chunk, then refuses every call until it has started again.
     """
 
     def add(self, request: EngineRequest, deliver: Deliver) -> None:

@@ -19,6 +19,7 @@ from orchestrator.gateway.app import GatewayOptions, create_app
 from orchestrator.gateway.metrics import FOLDER_VARIABLE
 from orchestrator.gateway.protocol import Protocol
 from orchestrator.gateway.web_socket import WebSocketProtocol
+from orchestrator.instrumentation import is_instrumented
 from orchestrator.redis_address import REDIS_VARIABLE
 from orchestrator.replica_set import find_replicas
 from orchestrator.voice.client_events import MAX_EVENT_BYTES
@@ -54,6 +55,7 @@ def main() -> None:
         allowed_hosts=tuple(args.allow_host),
         allowed_origins=tuple(args.allow_origin),
         with_keys=args.with_keys,
+        is_instrumented=is_instrumented(os.environ),
         shares_cache=bool(os.environ.get(REDIS_VARIABLE)),
     )
     config = uvicorn.Config(

@@ -28,7 +28,7 @@ from orchestrator.gateway.embeddings import Embeddings
 from orchestrator.gateway.errors import MethodNotAllowedError, RouteNotFoundError, UpgradeRequiredError
 from orchestrator.gateway.guard import Guard
 from orchestrator.gateway.messages import error_headers, forwarded_headers, refuse
-from orchestrator.gateway.metrics import CONTENT_TYPE, render_page, tell_replicas
+from orchestrator.gateway.metrics import CONTENT_TYPE, count_requests, render_page, tell_replicas
 from orchestrator.gateway.ocr import OCR_PATH, Ocr
 from orchestrator.gateway.openapi import describe
 from orchestrator.gateway.playground import Playground
@@ -54,7 +54,7 @@ class GatewayOptions:
 
     `replicas` are the Tritons, and the artifact that they serve; with a `replicas_file` they change as it does.
     `with_keys` says that the orchestrator has keys, so that who may see what must be asked. `shares_cache` says that
-    several Tritons have one cache.
+    several Tritons have one cache. `is_instrumented` as in `orchestrator.instrumentation`.
     """
 
     replicas: ReplicaSet
@@ -64,10 +64,12 @@ class GatewayOptions:
     allowed_origins: tuple[str, ...] = ()
     with_keys: bool = False
     shares_cache: bool = False
+    is_instrumented: bool = True
 
 
 def create_app(options: GatewayOptions) -> Guard:
     """The ASGI application for the models of the artifact, served by one Triton or several."""
+    count_requests(options.is_instrumented)
     replicas = Replicas(options.replicas, with_keys=options.with_keys)
     triton = TritonClient(replicas)
     site = _make_site(options, options.replicas.artifact, triton)

@@ -19,7 +19,7 @@ from orchestrator.gateway.messages import (
     send_error,
     send_json,
 )
-from orchestrator.gateway.metrics import EVENTS, LIVE_STREAMS, TTFT_S
+from orchestrator.gateway.metrics import count_stream_begun, count_stream_ended
 from orchestrator.gateway.triton_client import EventStream, TritonClient
 from orchestrator.request import Kind, glance
 
@@ -82,7 +82,7 @@ async def _relay_stream(events: EventStream, send: Send, started_s: float) -> No
                 num_events += 1
                 if num_events == 1:
                     ttft_s = time.monotonic() - started_s
-                    LIVE_STREAMS.inc()
+                    count_stream_begun()
         last = b"[DONE]"
         if not num_events:
             raise EngineError("the orchestrator ended without an event")
@@ -99,7 +99,5 @@ async def _relay_stream(events: EventStream, send: Send, started_s: float) -> No
         raise
     finally:
         if num_events:
-            TTFT_S.observe(ttft_s)
-            EVENTS.inc(num_events)
-            LIVE_STREAMS.dec()
+            count_stream_ended(ttft_s, num_events)
     await send({"type": "http.response.body", "body": b"data: " + last + b"\n\n"})

@@ -42,11 +42,11 @@ _REQUESTS = Counter(
     ("route", "status"),
     registry=_REGISTRY,
 )
-LIVE_STREAMS = Gauge(
+_LIVE_STREAMS = Gauge(
     "rt_gateway_live_streams", "SSE streams being sent", multiprocess_mode="livesum", registry=_REGISTRY
 )
 # Fine around the time an answer is felt as immediate, up to a long prefill in a queue.
-TTFT_S = Histogram(
+_TTFT_S = Histogram(
     "rt_gateway_ttft_seconds",
     "From a request's head read to its first event handed to the connection",
     buckets=(0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30),
@@ -89,12 +89,34 @@ DECISIONS = Counter(
     ("decision",),
     registry=_REGISTRY,
 )
-EVENTS = Counter("rt_gateway_events", "SSE events sent; counted when their stream ends", registry=_REGISTRY)
+_EVENTS = Counter("rt_gateway_events", "SSE events sent; counted when their stream ends", registry=_REGISTRY)
+
+
+_is_counting = True
+
+
+def count_requests(is_wanted: bool) -> None:
+    """Whether the three below do anything; as it is when the process starts, they do."""
+    global _is_counting
+    _is_counting = is_wanted
 
 
 def count_answer(route: str, status: int) -> None:
     """`route` is one of few, never what a caller wrote."""
-    _answers(route, status).inc()
+    if _is_counting:
+        _answers(route, status).inc()
+
+
+def count_stream_begun() -> None:
+    if _is_counting:
+        _LIVE_STREAMS.inc()
+
+
+def count_stream_ended(ttft_s: float, num_events: int) -> None:
+    if _is_counting:
+        _TTFT_S.observe(ttft_s)
+        _EVENTS.inc(num_events)
+        _LIVE_STREAMS.dec()
 
 
 @cache

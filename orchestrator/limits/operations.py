@@ -20,7 +20,9 @@ import json
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -43,6 +45,7 @@ from orchestrator.limits.ledger import Amount
 from orchestrator.limits.queue import CLASSES, Class, Queue
 
 log = logging.getLogger("orchestrator.limits")
+request_log = logging.getLogger("orchestrator.requests")
 
 Model = Literal["embedding", "ocr", "stt", "tts"]
 
@@ -62,11 +65,25 @@ class Settle(Row):
     outcome: str
 
 
-class Operations:
-    """For one event loop."""
+@dataclass
+class Ended:
+    """What is said of a request when it has ended; `num_tokens` is None where it is not known."""
 
-    def __init__(self, gate: Gate, max_input_tokens: int, limits: Limits) -> None:
-        """`max_input_tokens` is the embedder's: an input that is longer is refused by it."""
+    key: Key | None = None
+    outcome: str = InternalError.code
+    num_tokens: int | None = None
+
+
+class Operations:
+    """For one event loop. `outcomes` counts the requests that asked for a place, by model and how they ended."""
+
+    def __init__(self, gate: Gate, max_input_tokens: int, limits: Limits, *, is_instrumented: bool = True) -> None:
+        """`max_input_tokens` is the embedder's: an input that is longer is refused by it.
+
+        `is_instrumented` as in `orchestrator.instrumentation`.
+        """
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        self._is_instrumented = is_instrumented
         self._gate = gate
         self._max_input_tokens = max_input_tokens
         waiting: dict[Class, int] = {"interactive": limits.max_live_requests, "batch": limits.max_batch_waiting}
@@ -114,7 +131,27 @@ class Operations:
 
     async def _admit(self, call: Call) -> None:
         asked = Admit.model_validate_json(call.body)
-        key = self._identify(call, asked.model)
+        ended = Ended()
+        try:
+            await self._serve(call, asked, ended)
+        except ApiError as error:
+            ended.outcome = error.code
+            raise
+        finally:
+            self._note(call, asked.model, ended)
+
+    def _note(self, call: Call, model: str, ended: Ended) -> None:
+        """The log line and the count: once for each request."""
+        if not self._is_instrumented:
+            return
+        self.outcomes[model, ended.outcome] += 1
+        line = {"event": "request_beside", "model": model, "outcome": ended.outcome, "x_request_id": call.request_id}
+        line |= {} if ended.key is None else {"key": ended.key.id, "tenant": ended.key.tenant}
+        total_ms = round((time.monotonic() - call.received_s) * 1000, 3)
+        request_log.info(json.dumps({**line, "total_ms": total_ms, "input_tokens": ended.num_tokens}))
+
+    async def _serve(self, call: Call, asked: Admit, ended: Ended) -> None:
+        ended.key = key = self._identify(call, asked.model)
         deadline = find_deadline(call, key)
         most = Amount(1, sum(min(length, self._max_input_tokens) for length in asked.lengths))
         permit = await self._gate.reserve(key, most)
@@ -131,6 +168,7 @@ class Operations:
                 begun_s = time.monotonic()
                 settled = await self._hold(call, permit, deadline)
                 used = most if settled.tokens is None else Amount(1, settled.tokens)
+                ended.outcome, ended.num_tokens = settled.outcome, settled.tokens
                 if settled.outcome == "ok":
                     total_s = time.monotonic() - begun_s
                     queue.pace.observe(total_s / size, total_s, size)

@@ -25,6 +25,7 @@ from orchestrator.call import Call
 from orchestrator.cloud import create_cloud_client
 from orchestrator.config import Embedder, load_tiers, read_toml
 from orchestrator.errors import ApiError, OverloadedError
+from orchestrator.instrumentation import is_instrumented
 from orchestrator.limits import create_gate
 from orchestrator.limits.operations import Operations
 from orchestrator.local_socket import SOCKETS_VARIABLE, LocalSink, listen, socket_of
@@ -39,7 +40,7 @@ from orchestrator.triton.embedding_client import GrpcEmbedder
 from orchestrator.triton.engine_client import GrpcEngineClient
 from orchestrator.triton.latency_metrics import LatencyMetrics
 from orchestrator.triton.limits_metrics import LimitsMetrics
-from orchestrator.triton.metrics import CacheMetrics, live_requests_gauge
+from orchestrator.triton.metrics import CacheMetrics, OutcomeMetrics, live_requests_gauge
 from orchestrator.triton.routing_metrics import RoutingMetrics
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
@@ -84,7 +85,8 @@ class OrchestratorModel:
             self._store = create_store(tiers.cache.max_bytes, os.environ, self._store_errors)
             cache = AnswerCache(tiers.cache, Lookup(self._store, self._store.clock), self._embedder, self._metrics)
         self._classifier = create_classifier(root, url)
-        self._traces = create_traces(os.environ)
+        self._is_instrumented = is_instrumented(os.environ)
+        self._traces = create_traces(os.environ) if self._is_instrumented else None
         self._pipeline = Pipeline(
             tiers,
             root,
@@ -96,15 +98,22 @@ class OrchestratorModel:
             embed=self._embedder,
             quality=self._quality,
             traces=self._traces,
+            is_instrumented=self._is_instrumented,
         )
         embedder = read_toml(root / "embedder.toml", Embedder)
-        self._limits_operations = Operations(self._gate, embedder.max_input_tokens, tiers.limits)
+        self._limits_operations = Operations(
+            self._gate, embedder.max_input_tokens, tiers.limits, is_instrumented=self._is_instrumented
+        )
         live, limits = live_requests_gauge(), LimitsMetrics(self._gate)
+        outcomes = OutcomeMetrics(self._pipeline.outcomes, self._limits_operations.outcomes)
         routing, latencies = RoutingMetrics(), LatencyMetrics(self._pipeline.latencies)
         afterwards = AfterwardsMetrics(self._pipeline.spending, self._pipeline.afterwards)
 
         def publish(num_watched: int) -> None:  # on the watcher's thread: each number is a round trip to the server
+            if not self._is_instrumented:
+                return
             live.tell(num_watched + self._num_local, model=contracts.ORCHESTRATOR_MODEL)
+            outcomes.publish()
             beside = self._limits_operations.num_waiting()
             waiting = self._pipeline.dispatch.num_waiting()
             limits.publish({name: count + waiting.get(name, 0) for name, count in beside.items()})
@@ -172,7 +181,11 @@ class OrchestratorModel:
         is_counted = contracts.LIMITS_OPERATION_PARAMETER not in call.parameters
         if is_counted and self._num_live >= self._max_live_requests:
             text = f"{self._max_live_requests} requests are running, which is the limit; try again later"
-            call.sink.fail(OverloadedError(text, headers={"retry-after": "1"}))
+            error = OverloadedError(text, headers={"retry-after": "1"})
+            if contracts.CACHE_OPERATION_PARAMETER in call.parameters:
+                call.sink.fail(error)
+            else:
+                self._pipeline.refuse(call, error)
             return
         self._num_live += is_counted
         if request_id:  # now, not when its task first runs: the order to cancel it may be right behind
@@ -245,6 +258,8 @@ class OrchestratorModel:
 
     async def _publish_metrics(self) -> None:
         """In a thread: each number is a round trip to the server's process."""
+        if not self._is_instrumented:
+            return
         while self._metrics is not None and self._store is not None and not self._is_finished.is_set():
             await asyncio.to_thread(self._metrics.publish, await self._store.size(), self._store_errors)
             with contextlib.suppress(asyncio.TimeoutError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from orchestrator import contracts
 from orchestrator.engines import Chunk, Engine, EngineRefusal
 from orchestrator.engines.parsing import parse_engine_request
 from orchestrator.engines.process import ProcessEngine
+from orchestrator.instrumentation import is_instrumented
 from orchestrator.triton.cancellation import CancellationWatcher
 from orchestrator.triton.metrics import kv_cache_usage_gauge, live_requests_gauge
 from orchestrator.triton.sender import Sender
@@ -38,7 +40,8 @@ class EngineModel:
         self._model = args["model_name"]
         self._live_requests = live_requests_gauge()
         self._kv_cache_usage = None if self._engine.kv_cache_usage() is None else kv_cache_usage_gauge()
-        self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, self._report)
+        report = self._report if is_instrumented(os.environ) else lambda _: None
+        self._watcher = CancellationWatcher(CANCELLATION_CHECK_PERIOD_S, report)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:

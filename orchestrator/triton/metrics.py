@@ -9,6 +9,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from orchestrator.cache.store import Size
+from orchestrator.contracts import ORCHESTRATOR_MODEL
 from orchestrator.latencies import Histogram
 
 
@@ -63,6 +64,24 @@ def live_requests_gauge() -> Family:
 def kv_cache_usage_gauge() -> Family:
     description = "Share of the KV blocks that live requests hold, 0 to 1; what only the prefix cache knows is free"
     return Family("rt_kv_cache_usage_ratio", description, is_gauge=True)
+
+
+class OutcomeMetrics:
+    """How requests ended. Told from one thread, apart from the one that counts."""
+
+    def __init__(self, answers: Mapping[str, int], beside: Mapping[tuple[str, str], int]) -> None:
+        """`answers` by outcome, `beside` by the model beside the orchestrator and outcome."""
+        self._answers = answers
+        self._beside = beside
+        description = "Requests that reached the orchestrator, or a model beside it, by their outcome in the log"
+        self._requests = Family("rt_requests_total", description)
+
+    def publish(self) -> None:
+        # Copies, because the other thread goes on counting.
+        for outcome, count in list(self._answers.items()):
+            self._requests.tell(count, model=ORCHESTRATOR_MODEL, outcome=outcome)
+        for (model, outcome), count in list(self._beside.items()):
+            self._requests.tell(count, model=model, outcome=outcome)
 
 
 class CacheMetrics:

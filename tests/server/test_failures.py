@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,11 +21,31 @@ def own_stack(artifact: Callable[[str], Path], tmp_path: Path) -> Iterator[Stack
         yield stack
 
 
+def link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
+@pytest.fixture
+def own_artifact(artifact: Callable[[str], Path], tmp_path: Path) -> Path:
+    """One whose files may be renamed."""
+    return shutil.copytree(artifact("scripted"), tmp_path / "artifact", copy_function=link_or_copy)
+
+
 @pytest.mark.parametrize("how", ["error", "kill"])
-def test_the_engine_dies(own_stack: Stack, how: str) -> None:
+def test_the_engine_dies_and_comes_back(own_artifact: Path, tmp_path: Path, how: str) -> None:
+    with running(own_artifact, tmp_path / "run") as stack:
+        check_death(stack, own_artifact / "model_repository" / "llm_small" / "1" / "tokenizer" / "tokenizer.json", how)
+
+
+def check_death(own_stack: Stack, needed: Path, how: str) -> None:
+    """`needed` is a file without which the engine's process cannot load."""
     with ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(own_stack.stream, **SLOW) for _ in range(6)]
         wait_for(lambda: own_stack.num_live("llm_small") == 6)
+        needed.rename(needed.with_suffix(".gone"))
         if how == "error":
             own_stack.stream(messages=script(text="a b", die_after=1, itl_ms=100))
         else:
@@ -45,6 +67,11 @@ def test_the_engine_dies(own_stack: Stack, how: str) -> None:
     assert late.status_code == 502
     assert late.json()["error"]["message"] == answers[0].error["message"]
     own_stack.wait_until_idle()
+    needed.with_suffix(".gone").rename(needed)
+    wait_for(lambda: own_stack.get("/ready").status_code == 200, 30)  # the tries are seconds apart by now
+    assert own_stack.stream(messages=script(text="I am back.")).text == "I am back."
+    (line,) = own_stack.logged("engine_restarted")
+    assert line["took_s"] > 0
 
 
 def test_stopping_lets_live_answers_end_and_refuses_none_silently(own_stack: Stack) -> None:

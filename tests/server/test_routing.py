@@ -69,6 +69,7 @@ def test_what_is_named_stays(stack: Stack) -> None:
 
 def test_a_prompt_beyond_all_windows(stack: Stack) -> None:
     """Case V03."""
+    wait_for(lambda: stack.num_live("llm_small") == stack.num_live("llm_large") == 0)  # what was before is told
     answer = stack.post(messages=ask("word " * 9000))
     assert answer.status_code == 400
     assert re.search(r"the prompt's 90\d\d tokens and an answer of up to 1", answer.json()["error"]["message"])

@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -414,15 +415,25 @@ def test_long_prompts_join_while_nobody_reads(
         ("kill", "the engine's process ended with status -9"),
     ],
 )
-def test_death_is_told_to_everyone_and_refuses_from_then_on(
-    tokenizer_dir: Path, request_for: Callable[..., EngineRequest], how: str, message: str
+def test_death_is_told_to_everyone_and_refuses_until_there_is_another_process(
+    tokenizer_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request_for: Callable[..., EngineRequest],
+    how: str,
+    message: str,
 ) -> None:
-    with running_engine(tokenizer_dir.parent) as engine:
+    monkeypatch.setattr("orchestrator.engines.process.RESTART_DELAYS_S", (0.0, 0.05))
+    shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
+    needed, gone = tmp_path / "tokenizer" / "tokenizer.json", tmp_path / "gone"
+    with running_engine(tmp_path) as engine:
         inboxes = [Inbox() for _ in range(3)]
         for index, inbox in enumerate(inboxes):
             engine.add(request_for(f"r{index}", token_ids=[[5]] * 1000, itl_ms=10), inbox.put)
         for inbox in inboxes:
             inbox.next()
+        needed.rename(gone)  # without it no other process can load
+        first = process_id(engine)
         if how == "kill":
             os.kill(process_id(engine), signal.SIGKILL)
         else:
@@ -436,6 +447,81 @@ def test_death_is_told_to_everyone_and_refuses_from_then_on(
         with pytest.raises(EngineRefusal) as refused:
             engine.stop("r0")
         assert str(refused.value) == message
+        gone.rename(needed)
+        again = Inbox()
+        add_when_back(engine, request_for("again", token_ids=[[5], [6]]), again)
+        assert again.until_finished() == [Chunk([5]), Chunk([6], finished=True)]
+        assert process_id(engine) != first
+        assert not Path(f"/proc/{first}").exists()
+
+
+def add_when_back(engine: ProcessEngine, request: EngineRequest, inbox: Inbox) -> None:
+    ends_s = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            return engine.add(request, inbox.put)
+        except EngineRefusal:
+            assert time.monotonic() < ends_s, "the engine's process is not back"
+            time.sleep(0.01)
+
+
+def test_one_that_dies_again_and_again_is_started_ever_later(
+    tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch, request_for: Callable[..., EngineRequest]
+) -> None:
+    waits: list[float] = []
+
+    class Impatient(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            return self.is_set()
+
+    monkeypatch.setattr("orchestrator.engines.process.RESTART_DELAYS_S", (0.0, 1.0, 2.0))
+    with running_engine(tokenizer_dir.parent) as engine:
+        monkeypatch.setattr(engine, "_is_closing", Impatient())
+        for _ in range(4):
+            inbox = Inbox()
+            add_when_back(engine, request_for("d", token_ids=[[5]], die_after=1), inbox)
+            assert inbox.until_finished()[-1].error == "the engine failed: RuntimeError: the script says die"
+    assert waits[:3] == [0.0, 1.0, 2.0] and set(waits[3:]) == {2.0}
+
+
+def test_a_process_that_dies_as_it_writes_is_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_for: Callable[..., EngineRequest]
+) -> None:
+    program = tmp_path / "engine"
+    program.write_text(
+        """#!/bin/sh
+read settings
+echo '{"ready": true, "kv_cache_usage": null}'
+read command
+printf '{"chunks": {"a": [[5'
+exit 3
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("TRITON_REALTIME_ENGINE_PYTHON", str(program))
+    with running_engine(tmp_path) as engine:
+        inbox = Inbox()
+        engine.add(request_for("a", token_ids=[[5]]), inbox.put)
+        assert inbox.until_finished() == [Chunk([], finished=True, error="the engine's process ended with status 3")]
+
+
+def test_closing_does_not_wait_for_another_process(
+    tokenizer_dir: Path, tmp_path: Path, request_for: Callable[..., EngineRequest]
+) -> None:
+    shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
+    with running_engine(tmp_path) as engine:
+        (tmp_path / "tokenizer" / "tokenizer.json").unlink()
+        os.kill(process_id(engine), signal.SIGKILL)
+        ends_s = time.monotonic() + TIMEOUT_S
+        while engine._failure is None:
+            assert time.monotonic() < ends_s
+            time.sleep(0.001)
+        closes_s = time.monotonic()
+    assert time.monotonic() - closes_s < 5
+    assert not Path(f"/proc/{process_id(engine)}").exists()
+    with pytest.raises(EngineRefusal, match="^the engine's process ended with status -9$"):
+        engine.add(request_for("late", token_ids=[[5]]), Inbox().put)
 
 
 def test_closing_ends_every_request_and_the_process(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +109,56 @@ def test_what_a_request_took_takes_the_place_of_what_it_might(tmp_path: Path) ->
         assert await beside.used("embeds") == Amount(3, 32)
 
     run(scenario)
+
+
+def test_every_request_is_counted_by_its_end_and_has_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    beside = Beside(tmp_path, limits=ONE, embeds={}, chats={"tiers": ["simple"]})
+
+    async def scenario() -> None:
+        await Request(beside, "embeds", lengths=[10], num_tokens=7, x_request_id="a").end()
+        with pytest.raises(EngineError):
+            await Request(beside, "embeds", "ocr", error=EngineError("no"), x_request_id="b").end()
+        with pytest.raises(NotAllowedError):
+            await Request(beside, "chats", x_request_id="c").task
+        first = Request(beside, "embeds", x_request_id="d")
+        assert await first.has_begun()
+        second = Request(beside, "embeds", x_request_id="e")
+        assert not await second.has_begun()
+        await second.place.cancel()  # in the queue
+        await first.place.cancel()  # in its midst
+        first.work.go.set()
+        for request in (first, second):
+            with pytest.raises(CancelledError):
+                await request.task
+        await beside.settled()
+
+    with caplog.at_level(logging.INFO, "orchestrator.requests"):
+        run(scenario)
+    logged = [line for line in map(json.loads, caplog.messages) if line["event"] == "request_beside"]
+    lines = {line.pop("x_request_id"): line for line in logged}
+    assert len(lines) == len(logged)
+    assert {name: (line["model"], line["outcome"]) for name, line in lines.items()} == {
+        "a": ("embedding", "ok"),
+        "b": ("ocr", "engine_error"),
+        "c": ("embedding", "not_allowed"),
+        "d": ("embedding", "cancelled"),
+        "e": ("embedding", "cancelled"),
+    }
+    assert lines["a"] == {
+        "event": "request_beside",
+        "model": "embedding",
+        "outcome": "ok",
+        "key": "embeds",
+        "tenant": "embeds",
+        "total_ms": lines["a"]["total_ms"],
+        "input_tokens": 7,
+    }
+    assert beside.operations.outcomes == {
+        ("embedding", "ok"): 1,
+        ("ocr", "engine_error"): 1,
+        ("embedding", "not_allowed"): 1,
+        ("embedding", "cancelled"): 2,
+    }
 
 
 def test_who_may_what(tmp_path: Path) -> None:

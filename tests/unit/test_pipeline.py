@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -497,6 +498,41 @@ def test_an_engine_error_before_tokens(pipeline: Pipeline) -> None:
     assert isinstance(error, EngineError)
     assert error.message == "the script says fail"
     assert sink.events == []
+
+
+def test_every_call_is_counted_by_its_end_and_has_one_line(
+    artifact: Callable[[str], Path], shared_engines: InProcessEngines, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = artifact("scripted")
+    pipeline = Pipeline(load_tiers(root / "tiers.toml"), root, shared_engines)
+    with caplog.at_level(logging.INFO, "orchestrator.requests"):
+        for request_id, request in (
+            ("a", body({"text": "x"})),
+            ("b", body({"text": "x"}, stream=True)),
+            ("c", body({"text": "x", "fail_after": 0})),
+            ("d", b"{}"),
+        ):
+            asyncio.run(pipeline.run(Call(request, {"x-request-id": request_id}, RecordingSink())))
+        refused = RecordingSink()
+        pipeline.refuse(Call(b"?", {"x-request-id": "e"}, refused), OverloadedError("too many"))
+        pipeline.refuse(Call(b"?", {"x-request-id": "not for a log\n"}, RecordingSink()), OverloadedError("too many"))
+    assert isinstance(refused.error, OverloadedError)
+    lines = [line for line in map(json.loads, caplog.messages) if line["event"] == "request"]
+    ends = ["ok", "ok", "engine_error", "invalid_value", "overloaded", "overloaded"]
+    assert [line["x_request_id"] for line in lines] == ["a", "b", "c", "d", "e", None]
+    assert [line["outcome"] for line in lines] == ends
+    assert pipeline.outcomes == Counter(ends)
+
+
+def test_without_instrumentation_nothing_is_noted(
+    artifact: Callable[[str], Path], shared_engines: InProcessEngines, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, sink = artifact("scripted"), RecordingSink()
+    pipeline = Pipeline(load_tiers(root / "tiers.toml"), root, shared_engines, is_instrumented=False)
+    with caplog.at_level(logging.INFO, "orchestrator.requests"):
+        asyncio.run(pipeline.run(Call(body({"text": "x"}), {}, sink)))
+    assert sink.text == "x" and sink.events[-1]["rt"]["tokens"] == 1
+    assert (caplog.messages, pipeline.outcomes, pipeline.latencies.total.counts) == ([], Counter(), {})
 
 
 @pytest.mark.parametrize("how", ["fail_after", "die_after"])

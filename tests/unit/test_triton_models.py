@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from orchestrator import contracts
 from orchestrator.config import Generation, Tier
 from orchestrator.engines import Chunk, Deliver, EngineRefusal, EngineRequest
 from orchestrator.engines.parsing import parse_engine_request
-from orchestrator.errors import CancelledError, InvalidRequestError, OverloadedError
+from orchestrator.errors import ApiError, CancelledError, InvalidRequestError, OverloadedError
 from orchestrator.generation import build_engine_request
 from orchestrator.latencies import Latencies
 from orchestrator.money import Spending
@@ -333,9 +334,14 @@ class BlockingPipeline:
         self.spending = Spending()
         self.latencies = Latencies()
         self.afterwards = SimpleNamespace(num_flagged={}, quality=None)
+        self.outcomes: Counter[str] = Counter()
 
     async def finish(self) -> None:
         pass
+
+    def refuse(self, call: Any, error: ApiError) -> None:
+        self.outcomes[error.code] += 1
+        call.sink.fail(error)
 
     async def run(self, call: Any) -> None:
         while not self.go.is_set():
@@ -393,6 +399,7 @@ def test_beyond_the_limits_a_call_is_refused_and_then_there_is_room_again(
     assert json.loads(response.error().message())["error"]["message"] == (
         "3 requests are running, which is the limit; try again later"
     )
+    assert pipeline.outcomes == {"overloaded": 1}, "who is refused here is accounted for too"
     pipeline.go.set()
     for asked in calls[:3]:
         until(lambda: len(asked.sender.sent) == 2)  # noqa: B023 (it runs at once)
