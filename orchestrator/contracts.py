@@ -70,6 +70,10 @@ CANCEL_PARAMETER = "cancel"
 # need not be watched closely.
 SAYS_CANCELS_PARAMETER = "says_cancels"
 
+# A request parameter for our own engine models: the id of who has joined their `token_lines`, where the tokens are to
+# go instead of into responses. What is left for Triton is a refusal, or the empty final response.
+TOKEN_LINES_PARAMETER = "token_lines"
+
 # A request parameter: with it, the request is no question but an order to the cache ("wrong" or "invalidate"), its JSON
 # in the place of OpenAI's. The gateway sets it on routes of its own, the gRPC front refuses it.
 CACHE_OPERATION_PARAMETER = "cache_operation"

@@ -44,7 +44,7 @@ class InferStreams:
         self.on_lost = on_lost
         self._url = url
         sockets = os.environ.get(SOCKETS_VARIABLE)
-        self._sockets = sockets and socket_of(sockets, url)
+        self._sockets = sockets and socket_of(sockets, url, contracts.ORCHESTRATOR_MODEL)
         self._channel: aio.Channel | None = None
         self._stub: Any = None
         self._idle: dict[bool, list[InferStream]] = {False: [], True: []}  # by `is_local`; the last used last

@@ -42,9 +42,9 @@ _CONNECT_TIMEOUT_S, _CONNECT_PAUSE_S = 2.0, 0.005
 _LENGTH_BYTES = 4
 
 
-def socket_of(prefix: str, grpc_url: str, instance: str = "*") -> str:
-    """Where the orchestrator of the Triton at `grpc_url` listens; with "*" a pattern for all its instances."""
-    return f"{prefix}{grpc_url.rpartition(':')[2]}-{instance}.sock"
+def socket_of(prefix: str, grpc_url: str, model: str, instance_name: str = "*") -> str:
+    """Where a model of the Triton at `grpc_url` listens: an instance of it, or with "*" a pattern for all of them."""
+    return f"{prefix}{grpc_url.rpartition(':')[2]}-{model}.{instance_name.removeprefix(f'{model}_')}.sock"
 
 
 class LocalCall:

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from orchestrator.engines import Chunk, Deliver, EngineRefusal, EngineRequest
@@ -37,13 +37,17 @@ class ProcessEngine:
     Raises `RuntimeError` with the worker's last words when it cannot load.
     """
 
-    def __init__(self, parameters: Mapping[str, str], model_dir: Path) -> None:
+    def __init__(
+        self, parameters: Mapping[str, str], model_dir: Path, after_step: Callable[[], None] = lambda: None
+    ) -> None:
+        """`after_step` is called when all chunks of a step were delivered, on the thread that did."""
         # Triton's stub is no Python interpreter; like it, we take the first python3 in PATH.
         named = os.environ.get(PYTHON_VARIABLE)
         python = shutil.which(named or "python3")
         if python is None:
             fault = f"{PYTHON_VARIABLE}: no {named}" if named else "no python3"
             raise RuntimeError(f"{fault} in PATH to run the engine with")
+        self._after_step = after_step
         self._python = python
         self._settings: dict[str, object] = {"parameters": dict(parameters), "model_dir": str(model_dir)}
         # Two locks: a write may wait for the worker, which may wait for us to read what it says.
@@ -166,6 +170,7 @@ class ProcessEngine:
                 with self._lock:
                     deliver = self._live.pop(request_id) if chunk.finished else self._live[request_id]
                 deliver(chunk)
+            self._after_step()
         worker.stdout.close()
         status = worker.wait()
         self._close_input(worker)
@@ -177,3 +182,4 @@ class ProcessEngine:
             log.error(json.dumps({"event": "engine_failed", "error": self._failure, "num_waiting": len(waiting)}))
         for deliver in waiting:
             deliver(Chunk([], finished=True, error=self._failure))
+        self._after_step()

@@ -32,6 +32,7 @@ from orchestrator.local_socket import SOCKETS_VARIABLE, LocalSink, listen, socke
 from orchestrator.pipeline import Pipeline
 from orchestrator.quality import create_quality
 from orchestrator.text_engine import LLMAPI
+from orchestrator.token_lines import TokenLines
 from orchestrator.tracing import create_traces
 from orchestrator.triton.afterwards_metrics import AfterwardsMetrics
 from orchestrator.triton.cancellation import CancellationWatcher
@@ -67,8 +68,11 @@ class OrchestratorModel:
         root = Path(args["model_repository"]).parent.parent  # <artifact>/model_repository/orchestrator
         tiers = load_tiers(root / "tiers.toml")
         url = os.environ.get(contracts.GRPC_URL_VARIABLE, contracts.DEFAULT_GRPC_URL)
+        sockets = os.environ.get(SOCKETS_VARIABLE)
+        lines = TokenLines(socket_of(sockets, url, "{model}")) if sockets else None
+        replicated = {tier.model for tier in tiers.tier if tier.num_instances > 1}
         self._engines = EngineClients(
-            GrpcEngineClient(url, {tier.model for tier in tiers.tier if tier.num_instances > 1}, root),
+            GrpcEngineClient(url, replicated, root, lines),
             GrpcTextClient(url),
             {tier.model for tier in tiers.tier if tier.runtime == LLMAPI},
         )
@@ -134,8 +138,8 @@ class OrchestratorModel:
         self._publishing = asyncio.run_coroutine_threadsafe(self._publish_metrics(), self._loop)
         self._watching = asyncio.run_coroutine_threadsafe(self._watch_quality(), self._loop)
         self._listener: asyncio.AbstractServer | None = None
-        if sockets := os.environ.get(SOCKETS_VARIABLE):
-            path = socket_of(sockets, url, args["model_instance_name"])
+        if sockets:
+            path = socket_of(sockets, url, contracts.ORCHESTRATOR_MODEL, args["model_instance_name"])
             listening = asyncio.run_coroutine_threadsafe(listen(path, self._receive_local), self._loop)
             self._listener = listening.result()
 

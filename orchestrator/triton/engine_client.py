@@ -22,6 +22,7 @@ from orchestrator import contracts
 from orchestrator.engines import Chunk, EngineRequest, Lora
 from orchestrator.errors import EngineError
 from orchestrator.infer_streams import InferStream, InferStreams
+from orchestrator.token_lines import TokenLines
 from orchestrator.triton.lora import NOT_CACHED, LoraTensors, add_lora, read_lora
 from orchestrator.wire import add_row, add_string, find_output, is_end, new_request, stop_request
 
@@ -33,12 +34,16 @@ REPLICA_STOP_TIMEOUT_S = 0.050
 class GrpcEngineClient:
     """An `EngineClient` for one event loop."""
 
-    def __init__(self, url: str, replicated: Collection[str] = (), root: Path = Path()) -> None:
+    def __init__(
+        self, url: str, replicated: Collection[str] = (), root: Path = Path(), lines: TokenLines | None = None
+    ) -> None:
         """`url` is host:port of Triton's gRPC service; nothing is sent before the first request.
 
-        `replicated` are the models that have several instances; folders of adapters are relative to `root`.
+        `replicated` are the models that have several instances; folders of adapters are relative to `root`. Tokens come
+        by `lines` from models that have them.
         """
         self._root = root
+        self._lines = lines
         self._taught: set[tuple[str, int]] = set()  # models, and adapters that they were sent
         self._streams = InferStreams(url)
         self._replicated = frozenset(replicated)
@@ -77,38 +82,68 @@ class GrpcEngineClient:
     async def _stream(
         self, model: str, request: EngineRequest, tensors: LoraTensors | None
     ) -> AsyncGenerator[Chunk, None]:
-        stream = self._streams.borrow(model)
-        self._live[request.request_id] = stream
-        ended = False
+        message = build_request(model, request, tensors)
+        subscriber_id = None if self._lines is None else await self._lines.join(model)
+        with contextlib.ExitStack() as open_lines:
+            lines: asyncio.Queue[Chunk] | None = None
+            if self._lines is not None and subscriber_id is not None:
+                message.parameters[contracts.TOKEN_LINES_PARAMETER].string_param = subscriber_id
+                lines = open_lines.enter_context(self._lines.receive(model, request.request_id))
+            stream = self._streams.borrow(model)
+            self._live[request.request_id] = stream
+            watching: asyncio.Task[None] | None = None
+            ended = False
+            try:
+                await stream.send(message)
+                if lines is not None:
+                    watching = asyncio.create_task(self._watch(stream, request.request_id, lines))
+                while not ended:
+                    chunk = await (self._receive(stream, request) if lines is None else lines.get())
+                    ended = chunk.finished
+                    if chunk.error is not None:
+                        raise EngineError(chunk.error)
+                    if chunk.token_ids:
+                        yield chunk
+            finally:
+                if not ended:
+                    with contextlib.suppress(EngineError):  # a stream that broke has nothing to stop
+                        await self.stop(model, request.request_id)
+                del self._live[request.request_id]
+                if watching is not None:
+                    await watching
+                await stream.drain()
+                if timer := self._stopping.pop(request.request_id, None):
+                    timer.cancel()
+                await self._streams.give_back(stream)
+
+    async def _receive(self, stream: InferStream, request: EngineRequest) -> Chunk:
+        """The next chunk, by Triton. Raises `EngineError` when the stream broke."""
         try:
-            await stream.send(build_request(model, request, tensors))
-            while not ended:
-                try:
-                    response = await stream.receive()
-                except EngineError:
-                    if request.request_id in self._stopping:
-                        return  # given up, as a stopped engine ends
-                    raise
-                ended = is_end(response)
-                if response.error_message:
-                    ended = True
-                    raise EngineError(response.error_message)
-                if raw := find_output(response, contracts.OUTPUT_IDS):
-                    token_ids = np.frombuffer(raw, dtype=np.int32).tolist()
-                    log_probs = None
-                    if request.log_probs and (raw := find_output(response, contracts.OUTPUT_LOG_PROBS)):
-                        # NVIDIA's backend repeats those of earlier tokens.
-                        log_probs = np.frombuffer(raw, dtype=np.float32)[-len(token_ids) :].tolist()
-                    yield Chunk(token_ids, log_probs=log_probs)
-        finally:
-            if not ended:
-                with contextlib.suppress(EngineError):  # a stream that broke has nothing to stop
-                    await self.stop(model, request.request_id)
-            del self._live[request.request_id]
-            await stream.drain()
-            if timer := self._stopping.pop(request.request_id, None):
-                timer.cancel()
-            await self._streams.give_back(stream)
+            response = await stream.receive()
+        except EngineError:
+            if request.request_id in self._stopping:
+                return Chunk([], finished=True)  # given up, as a stopped engine ends
+            raise
+        if response.error_message:
+            return Chunk([], finished=True, error=response.error_message)
+        token_ids: list[int] = []
+        log_probs = None
+        if raw := find_output(response, contracts.OUTPUT_IDS):
+            token_ids = np.frombuffer(raw, dtype=np.int32).tolist()
+            if request.log_probs and (raw := find_output(response, contracts.OUTPUT_LOG_PROBS)):
+                # NVIDIA's backend repeats those of earlier tokens.
+                log_probs = np.frombuffer(raw, dtype=np.float32)[-len(token_ids) :].tolist()
+        return Chunk(token_ids, is_end(response), log_probs=log_probs)
+
+    async def _watch(self, stream: InferStream, request_id: str, lines: asyncio.Queue[Chunk]) -> None:
+        """What Triton has to say of a request whose tokens come by lines: that it is refused, or lost."""
+        try:
+            response = await stream.receive()
+            if response.error_message:
+                lines.put_nowait(Chunk([], finished=True, error=response.error_message))
+        except EngineError as error:
+            is_given_up = request_id in self._stopping
+            lines.put_nowait(Chunk([], finished=True, error=None if is_given_up else error.message))
 
     async def stop(self, model: str, request_id: str) -> None:
         # On the stream of the request itself: on another one it could come first, and stop nothing.
@@ -120,6 +155,8 @@ class GrpcEngineClient:
 
     async def close(self) -> None:
         """End every stream."""
+        if self._lines is not None:
+            await self._lines.close()
         await self._streams.close()
 
 

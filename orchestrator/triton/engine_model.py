@@ -17,6 +17,8 @@ from orchestrator.engines import Chunk, Engine, EngineRefusal
 from orchestrator.engines.parsing import parse_engine_request
 from orchestrator.engines.process import ProcessEngine
 from orchestrator.instrumentation import is_instrumented
+from orchestrator.local_socket import SOCKETS_VARIABLE, socket_of
+from orchestrator.token_lines import Subscriber, Subscribers
 from orchestrator.triton.cancellation import CancellationWatcher
 from orchestrator.triton.metrics import kv_cache_usage_gauge, live_requests_gauge
 from orchestrator.triton.sender import Sender
@@ -29,15 +31,22 @@ CANCELLATION_CHECK_PERIOD_S = 0.100
 class EngineModel:
     """What an engine's model.py delegates to. Decoupled: `execute` returns at once."""
 
-    def __init__(self, args: dict[str, str]) -> None:
+    def __init__(self, args: dict[str, str], *, has_lines: bool = True) -> None:
+        """Without `has_lines` there are Triton's responses alone, also where `serve` has named a place for sockets."""
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
         self._exclude_input = parameters.pop("exclude_input_in_output", "false") == "true"
         parameters["max_batch_size"] = str(config["max_batch_size"])
         model_dir = Path(args["model_repository"]) / args["model_version"]
-        self._engine: Engine = ProcessEngine(parameters, model_dir)
         self._model = args["model_name"]
+        sockets = os.environ.get(SOCKETS_VARIABLE) if has_lines else None
+        self._subscribers: Subscribers | None = None
+        if sockets:
+            url = os.environ.get(contracts.GRPC_URL_VARIABLE, contracts.DEFAULT_GRPC_URL)
+            self._subscribers = Subscribers(socket_of(sockets, url, self._model, args["model_instance_name"]))
+        flush = (lambda: None) if self._subscribers is None else self._subscribers.flush
+        self._engine: Engine = ProcessEngine(parameters, model_dir, flush)
         self._live_requests = live_requests_gauge()
         self._kv_cache_usage = None if self._engine.kv_cache_usage() is None else kv_cache_usage_gauge()
         report = self._report if is_instrumented(os.environ) else lambda _: None
@@ -54,6 +63,8 @@ class EngineModel:
     def finalize(self) -> None:
         self._watcher.close()
         self._engine.close()
+        if self._subscribers is not None:
+            self._subscribers.close()
 
     def _report(self, num_live: int) -> None:
         self._live_requests.tell(num_live, model=self._model)
@@ -70,12 +81,14 @@ class EngineModel:
             sender.send(Chunk([], finished=True))
             return
         parsed = parse_engine_request(request_id, tensors, exclude_input=self._exclude_input)
+        parameters = parameters_of(request)
+        subscriber = self._find_subscriber(parameters.get(contracts.TOKEN_LINES_PARAMETER))
 
         def leave() -> None:
             with contextlib.suppress(EngineRefusal):  # a failed engine has ended the request already
                 self._engine.stop(parsed.request.request_id)
 
-        says_cancels = contracts.SAYS_CANCELS_PARAMETER in parameters_of(request)
+        says_cancels = contracts.SAYS_CANCELS_PARAMETER in parameters
         key = self._watcher.watch(sender.is_cancelled, leave, seldom=says_cancels)
         whole = [] if parsed.exclude_input else list(parsed.request.input_ids)
         log_probs: list[float] = []
@@ -83,6 +96,11 @@ class EngineModel:
         def deliver(chunk: Chunk) -> None:
             if chunk.finished:
                 self._watcher.unwatch(key)
+            if subscriber is not None:
+                subscriber.put(parsed.request.request_id, chunk)
+                if chunk.finished:
+                    sender.end()
+                return
             if not parsed.streaming:
                 whole.extend(chunk.token_ids)
                 log_probs.extend(chunk.log_probs or [])
@@ -95,6 +113,15 @@ class EngineModel:
         except EngineRefusal:
             self._watcher.unwatch(key)
             raise
+
+    def _find_subscriber(self, subscriber_id: str | None) -> Subscriber | None:
+        if subscriber_id is None:
+            return None
+        found = None if self._subscribers is None else self._subscribers.find(subscriber_id)
+        if found is None:
+            name = contracts.TOKEN_LINES_PARAMETER
+            raise EngineRefusal(f"{name}: nobody is connected as {subscriber_id[:40]!r}; leave it out, or connect")
+        return found
 
 
 class ChunkSender:
@@ -137,3 +164,7 @@ class ChunkSender:
                 ]
             response = pb_utils.InferenceResponse(tensors)
         self._sender.send(response, final=chunk.finished)
+
+    def end(self) -> None:
+        """An empty final response: the tokens have gone another way."""
+        self._sender.send(None, final=True)

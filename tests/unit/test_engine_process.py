@@ -344,6 +344,25 @@ def test_a_request_and_a_chunk_arrive_with_all_their_fields(
     assert inbox.until_finished() == [Chunk([5], log_probs=[-0.5]), Chunk([6], finished=True, log_probs=[-0.25])]
 
 
+def test_the_end_of_each_step_is_told(tokenizer_dir: Path, request_for: Callable[..., EngineRequest]) -> None:
+    """After all that the step brought, so that it can leave as one."""
+    told: list[str] = []
+    engine = ProcessEngine(PARAMETERS, tokenizer_dir.parent, lambda: told.append("step"))
+    try:
+        ended = threading.Event()
+
+        def deliver(chunk: Chunk) -> None:
+            told.append("chunk")
+            if chunk.finished:
+                ended.set()
+
+        engine.add(request_for("a"), deliver)
+        assert ended.wait(TIMEOUT_S)
+    finally:
+        engine.close()
+    assert told.count("chunk") >= 1 and "".join(told).replace("chunkstep", "").replace("step", "") == "", told
+
+
 def test_an_id_may_run_once_at_a_time(shared_engine: ProcessEngine, request_for: Callable[..., EngineRequest]) -> None:
     inbox = Inbox()
     shared_engine.add(request_for("a", token_ids=[[5], [6]], first_token_ms=5000), inbox.put)

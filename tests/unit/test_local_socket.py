@@ -59,7 +59,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Orches
         orchestrator = Orchestrator(answer)
 
         async def main() -> None:
-            server = await listen(socket_of(f"{tmp_path}/s-", URL, "orchestrator_0_0"), orchestrator.receive)
+            server = await listen(
+                socket_of(f"{tmp_path}/s-", URL, "orchestrator", "orchestrator_0_0"), orchestrator.receive
+            )
             streams = InferStreams(URL)
             await scenario(streams)
             await streams.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from orchestrator.engines.parsing import parse_engine_request
 from orchestrator.errors import ApiError, CancelledError, InvalidRequestError, OverloadedError
 from orchestrator.generation import build_engine_request
 from orchestrator.latencies import Latencies
+from orchestrator.local_socket import SOCKETS_VARIABLE, socket_of
 from orchestrator.money import Spending
 from orchestrator.request import ChatRequest
 from orchestrator.routing.counts import RoutingCounts
@@ -138,7 +140,8 @@ def test_what_a_caller_may_ask_for_an_engine_accepts(fields: dict[str, Any]) -> 
 class FakeEngine:
     """Accepts everything; the test delivers."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, parameters: object, model_dir: object, after_step: Callable[[], None]) -> None:
+        self.after_step = after_step
         self.live: dict[str, tuple[EngineRequest, Deliver]] = {}
         self.stopped: list[str] = []
         self.refusal: str | None = None
@@ -164,7 +167,8 @@ class FakeEngine:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[engine_model.EngineModel]:
+def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[engine_model.EngineModel]:
+    monkeypatch.setenv(SOCKETS_VARIABLE, f"{tmp_path}/s-")
     monkeypatch.setattr(engine_model, "ProcessEngine", FakeEngine)
     monkeypatch.setattr(engine_model, "CANCELLATION_CHECK_PERIOD_S", 0.001)
     config = {
@@ -177,6 +181,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[engine_model.EngineModel]
             "model_repository": "r",
             "model_version": "1",
             "model_name": "llm_small",
+            "model_instance_name": "llm_small_0_0",
         }
     )
     yield model
@@ -320,6 +325,57 @@ def test_a_client_that_leaves_stops_its_request_alone(model: engine_model.Engine
     assert sent(leaves) == []
     assert sent(stays) == [[7]]
     assert set(engine.stopped) == {"leaves"}
+
+
+class Lines:
+    """Who has joined the token lines of `llm_small`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(TIMEOUT_S)
+        self._socket.connect(socket_of(f"{folder}/s-", contracts.DEFAULT_GRPC_URL, "llm_small", "llm_small_0_0"))
+        self._socket.sendall(b"me\n")
+        self._lines = self._socket.makefile("rb")
+        assert self.read() == {}
+
+    def read(self) -> Any:
+        return json.loads(self._lines.readline())
+
+    def close(self) -> None:
+        self._lines.close()
+        self._socket.close()
+
+
+@pytest.fixture
+def lines(model: engine_model.EngineModel, tmp_path: Path) -> Iterator[Lines]:
+    lines = Lines(tmp_path)
+    yield lines
+    lines.close()
+
+
+def test_what_a_step_brings_is_one_line(model: engine_model.EngineModel, engine: FakeEngine, lines: Lines) -> None:
+    by_lines = {contracts.TOKEN_LINES_PARAMETER: "me"}
+    a, b = (request(name, by_lines, streaming=[True]) for name in "ab")
+    other = request("other", streaming=[True])
+    model.execute([a, b, other])
+    engine.deliver("a", Chunk([7], log_probs=[-0.5]))
+    engine.deliver("b", Chunk([8], finished=True))
+    engine.deliver("other", Chunk([9], finished=True))
+    engine.after_step()
+    assert lines.read() == {"a": [[7], False, None, [-0.5]], "b": [[8], True, None, None]}
+    assert (sent(b), sent(other)) == ([], [[9]])
+    assert a.sender.sent == []
+    engine.deliver("a", Chunk([], finished=True, error="out of memory"))
+    engine.after_step()
+    assert lines.read() == {"a": [[], True, "out of memory", None]}
+    assert sent(a) == []
+
+
+def test_lines_that_nobody_has_joined(model: engine_model.EngineModel, engine: FakeEngine, lines: Lines) -> None:
+    asked = request("a", {contracts.TOKEN_LINES_PARAMETER: "you"}, streaming=[True])
+    model.execute([asked])
+    assert sent(asked) == ["token_lines: nobody is connected as 'you'; leave it out, or connect"]
+    assert not engine.live
 
 
 # --- orchestrator model --------------------------------------------------------------------------------------

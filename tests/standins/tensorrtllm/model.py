@@ -45,7 +45,7 @@ class TritonPythonModel:
         engine = json.loads((folder / "rank0.engine").read_text(encoding="utf-8"))
         parameters = {**engine, **{key: told[key] for key in _OURS}}
         config["parameters"] = {key: {"string_value": str(value)} for key, value in parameters.items()}
-        self._engine = _Engine({**args, "model_config": json.dumps(config)})
+        self._engine = _Engine({**args, "model_config": json.dumps(config)}, has_lines=False)
         self._adapters = nvidia.LoraCache()
         self._engine.poll_every(int(told["cancellation_check_period_ms"]) / 1000)
 
