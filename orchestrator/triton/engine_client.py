@@ -98,7 +98,7 @@ class GrpcEngineClient:
                 if lines is not None:
                     watching = asyncio.create_task(self._watch(stream, request.request_id, lines))
                 while not ended:
-                    chunk = await (self._receive(stream, request) if lines is None else lines.get())
+                    chunk = await (self._receive(stream, request) if lines is None else self._take(lines, stream))
                     ended = chunk.finished
                     if chunk.error is not None:
                         raise EngineError(chunk.error)
@@ -134,6 +134,14 @@ class GrpcEngineClient:
                 # NVIDIA's backend repeats those of earlier tokens.
                 log_probs = np.frombuffer(raw, dtype=np.float32)[-len(token_ids) :].tolist()
         return Chunk(token_ids, is_end(response), log_probs=log_probs)
+
+    async def _take(self, lines: asyncio.Queue[Chunk], stream: InferStream) -> Chunk:
+        """The next chunk, by lines. Who gives up waiting does not wait for the engine either: it may hang."""
+        try:
+            return await lines.get()
+        except asyncio.CancelledError:
+            stream.give_up()
+            raise
 
     async def _watch(self, stream: InferStream, request_id: str, lines: asyncio.Queue[Chunk]) -> None:
         """What Triton has to say of a request whose tokens come by lines: that it is refused, or lost."""

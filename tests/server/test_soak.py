@@ -12,6 +12,7 @@ from perf.soak import soak
 from perf.soak.traffic import KINDS
 
 
+@pytest.mark.alone
 @pytest.mark.own_target
 def test_a_soak_in_which_the_engine_dies_and_clients_leave() -> None:
     table, result = soak(minutes=12 / 60, num_replicas=1, capacity_s=2.0, memory_period_s=1.0, only=["engine-restart"])

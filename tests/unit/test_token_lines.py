@@ -216,6 +216,7 @@ class FakeTriton:
     def __init__(self) -> None:
         self.requests: asyncio.Queue[Any] = asyncio.Queue()
         self._responses: asyncio.Queue[Any] = asyncio.Queue()
+        self.is_cancelled = False
 
     def respond(self, error: str = "") -> None:
         response = error_response("id", error) if error else service_pb2.ModelStreamInferResponse()
@@ -238,6 +239,7 @@ class FakeTriton:
         pass
 
     def cancel(self) -> None:
+        self.is_cancelled = True
         self.break_off()
 
 
@@ -341,20 +343,28 @@ def test_a_triton_that_is_lost_ends_the_request(prefix: str) -> None:
 
 def test_who_leaves_waits_until_the_engine_has_let_go(prefix: str) -> None:
     async def scenario(setting: Setting) -> None:
-        asking = asyncio.create_task(setting.ask())
+        chunks = setting.client.stream(MODEL, EngineRequest("id", [1, 2], 9))
+        asking = asyncio.ensure_future(anext(chunks))
         subscriber_id = await setting.request()
         say(setting.listening, subscriber_id, id=Chunk([5]))
-        while not setting.got:
-            await asyncio.sleep(0)
-        asking.cancel()
+        assert await asking == Chunk([5])
+        leaving = asyncio.ensure_future(chunks.aclose())
         assert await setting.request() == "stop"
         setting.triton.respond()  # of the stop
         await asyncio.sleep(0.02)
-        assert not asking.done()
+        assert not leaving.done()
         say(setting.listening, subscriber_id, id=Chunk([], finished=True))  # which nobody reads
         setting.triton.respond()  # of the request
-        with pytest.raises(asyncio.CancelledError):
-            await asking
+        await leaving
+
+    play(prefix, scenario)
+
+
+def test_who_gives_up_on_an_engine_that_hangs_does_not_wait_for_it(prefix: str) -> None:
+    async def scenario(setting: Setting) -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(setting.ask(), 0.05)
+        assert setting.triton.is_cancelled
 
     play(prefix, scenario)
 
