@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from orchestrator.config import ConfigError, describe
+from orchestrator.config import ConfigError
+from orchestrator.row_faults import describe
 
 MANIFEST = "manifest.json"
 MODEL_REPOSITORY = "model_repository"

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -129,7 +130,9 @@ def test_what_a_caller_does_wrong_opens_nothing(stack: Stack) -> None:
 
 
 def test_one_dies_in_a_stream_and_is_then_replaced(stack: Stack) -> None:
-    """Case S20. The last test of this server: its engine is gone."""
+    """Case S20. The engine does not come back, since a file that it needs is gone."""
+    version = Path(stack.facts["logs"]["triton"]).parents[1] / "artifact" / "model_repository" / "llm_large" / "1"
+    (version / "tokenizer" / "tokenizer.json").rename(version / "tokenizer" / "gone")
     answer = stack.stream(model="expert", messages=script(text="a b c d", die_after=3, itl_ms=50))
     assert answer.error is not None and answer.error["code"] == "engine_error"
     assert (answer.text, answer.finish_reason, answer.is_done) == ("a b c", None, False)
