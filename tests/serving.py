@@ -18,7 +18,10 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 from standins.dress import dress, write_machine
+
+from build.rows import load_target
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 180.0
@@ -28,6 +31,11 @@ PORTS = ("port", "triton-http-port", "triton-grpc-port", "triton-metrics-port", 
 TARGET = os.environ.get("TRITON_REALTIME_TEST_TARGET")
 # Why a test of guided decoding is not one of a GPU target's.
 NO_GUIDES = "no guided decoding there: NVIDIA's xgrammar needs a file that nothing makes yet"
+# Triton hands a request to any instance of a model, also one that stops another: that is then cancelled a little later.
+one_instance = pytest.mark.skipif(
+    load_target(TARGET or "scripted").models["llm_small"].instance_count > 1,
+    reason=f"target {TARGET}: several instances of the engine, which do not know of each other's requests",
+)
 T = TypeVar("T")
 
 

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from serving import NO_GUIDES, TARGET, Stack, script
+from serving import NO_GUIDES, Stack, one_instance, script
 from tokenizers import Tokenizer
 from tritonclient.utils import np_to_triton_dtype
 
-from build.rows import load_target
 from orchestrator.contracts import ENGINE_INPUTS
 
 SPECS = {spec.name: spec for spec in ENGINE_INPUTS}
@@ -34,11 +33,6 @@ DTYPES = {
 }
 # Held by tests/server/test_gpu_targets.py, as callers see it.
 REPEATED = "NVIDIA's backend tells log probabilities of earlier tokens again in every response"
-# Triton hands a request to any instance of a model, also one that is about another request.
-one_instance = pytest.mark.skipif(
-    load_target(TARGET or "scripted").models["llm_small"].instance_count > 1,
-    reason=f"target {TARGET}: several instances of the engine, which do not know of each other's requests",
-)
 END_ID = 2
 TIMEOUT_S = 20
 
