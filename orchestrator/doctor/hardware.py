@@ -14,7 +14,6 @@ MIB = 2**20
 # NVIDIA's documentation starts its container with --shm-size=2g for tensor parallelism.
 SHARED_MEMORY_BYTES = 2 << 30
 # NVIDIA's image has the backends `tensorrtllm` and `python` alone; ours is that one with the others added.
-ADDED_BACKENDS = ("tensorrt", "onnxruntime")
 OUR_IMAGE = "docker build -f deploy/Dockerfile --target gpu -t triton-realtime:gpu . and run it in that image"
 SHARED_MEMORY_CHECK, GPU, SOFTWARE, BACKEND, MEMORY = "shm", "gpu", "software", "backend", "memory"
 
@@ -136,14 +135,10 @@ def _check_memory(root: Path, manifest: Manifest, gpus: Sequence[GpuFacts]) -> I
 
 def check_backends(manifest: Manifest, machine: Machine, backends: Mapping[str, Path]) -> Iterator[Finding]:
     """Every backend that a model names: there, and linked with libraries that are there. `backends` are folders."""
-    container = manifest.row.container
+    fix = "pip install -c constraints.txt -e '.[cpu]'" if manifest.row.container is None else OUR_IMAGE
     for name in sorted({model.backend for model in manifest.row.models.values()}):
         folder = backends.get(name)
         library = None if folder is None else folder / f"libtriton_{name}.so"
-        if container is None:
-            fix = "pip install -c constraints.txt -e '.[cpu]'"
-        else:
-            fix = OUR_IMAGE if name in ADDED_BACKENDS else f"docker run --gpus all {container.image}"
         if folder is None or library is None or not (library.is_file() or (folder / "model.py").is_file()):
             yield Finding(
                 BACKEND, f"{name}: Triton has no such backend", "a folder of backends", f"{fix}, or --backend-directory"

@@ -425,7 +425,7 @@ def test_backends(whole: dict[str, Path], tmp_path: Path) -> None:
         "tensorrt: Triton has no such backend; wanted: a folder of backends\nfix: docker build"
     )
     assert fault.text.startswith(
-        "tensorrtllm: Triton has no such backend; wanted: a folder of backends\nfix: docker run --gpus all nvcr.io/"
+        "tensorrtllm: Triton has no such backend; wanted: a folder of backends\nfix: docker build -f deploy/Dockerfile"
     )
 
 

@@ -245,8 +245,10 @@ def test_a_damaged_artifact(artifact: Path, damage: object, message: str) -> Non
 
 
 def test_no_artifact(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"no finished artifact here .*\nfix: python -m build"):
+    with pytest.raises(StartError, match=r"no finished artifact here .*\nfix: python -m build --target cpu$"):
         check_artifact(tmp_path / "nothing")
+    with pytest.raises(StartError, match=r"no finished artifact here .*\nfix: python -m build --target h100$"):
+        check_artifact(tmp_path / "artifacts" / "h100")
 
 
 @pytest.mark.parametrize(
