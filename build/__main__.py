@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +21,7 @@ from build.fetch import cache_folder
 from build.model_rows import AnyModelRow
 from build.plan_report import run_plan
 from build.router import run_router
-from build.rows import TargetRow, list_targets, load_models, load_target, name_with_runtime
+from build.rows import RUNTIMES, TargetRow, list_targets, load_models, load_target, name_with_runtime
 from orchestrator.config import ConfigError
 
 
@@ -37,13 +39,19 @@ def progress(step: str) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, 1 for an error, 130 when interrupted."""
+    """Run the command; returns its exit code: 0, 1 for an error, 130 when interrupted, 141 when nobody reads on."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         command = {"plan": run_plan, "router": run_router}.get(argv[0] if argv else "")
-        return command(argv[1:]) if command else _run(argv)
+        code = command(argv[1:]) if command else _run(argv)
+        sys.stdout.flush()
+        return code
     except (BuildError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        # Who reads us has seen enough (`| head`). What is still buffered would be written at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         print(f"error: {error.filename or 'build'}: {error.strerror or error}", file=sys.stderr)
     except KeyboardInterrupt:
@@ -59,18 +67,20 @@ def _run(argv: list[str]) -> int:
         epilog="Others: python -m build plan (what a GPU target holds and costs), python -m build router (training).",
     )
     parser.add_argument("--target", default="cpu", help="what to compile for (default: cpu)")
-    parser.add_argument("--runtime", choices=["vllm"], help="of the target's language models, if not TensorRT-LLM")
+    parser.add_argument("--runtime", choices=RUNTIMES, help="of the target's language models, if not its own")
     parser.add_argument("--output", type=Path, metavar="DIR", help="the artifact (default: artifacts/TARGET)")
     parser.add_argument("--force", action="store_true", help="build although it is up to date")
-    parser.add_argument("--only", metavar="MODEL", help="run the container's commands of one Triton model, no more")
+    parser.add_argument(
+        "--only", metavar="MODEL", help="of one Triton model alone: run the container's commands, or say what they are"
+    )
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--list", action="store_true", help="list the targets and stop")
     ways.add_argument("--dry-run", action="store_true", help="print the container's commands as a script and stop")
     ways.add_argument("--explain", action="store_true", help="say why each step would run or not, and stop")
     ways.add_argument("--render-only", action="store_true", help="make every configuration, and no engine or tokenizer")
     arguments = parser.parse_args(argv)
-    if arguments.only and (arguments.list or arguments.explain or arguments.render_only):
-        parser.error("--only goes with a build or with --dry-run")
+    if arguments.only and (arguments.list or arguments.render_only):
+        parser.error("--only goes with a build, with --dry-run or with --explain")
     if arguments.list:
         for name in list_targets():
             print(f"{name:<12}{load_target(name).description}")
@@ -81,7 +91,7 @@ def _run(argv: list[str]) -> int:
     if arguments.dry_run:
         print(list_commands(target, models, cache_folder(), arguments.only))
     elif arguments.explain:
-        print(explain(target, models, output, cache_folder()))
+        print(explain(target, models, output, cache_folder(), arguments.only))
     elif arguments.only:
         make_products(target, models, cache_folder(), progress, arguments.only)
     else:

@@ -69,16 +69,23 @@ def make_products(
 
 
 def explain(
-    target: TargetRow, models: Mapping[str, AnyModelRow], output: Path, cache: Path, *, sources: Path = SOURCES
+    target: TargetRow,
+    models: Mapping[str, AnyModelRow],
+    output: Path,
+    cache: Path,
+    only: str | None = None,
+    *,
+    sources: Path = SOURCES,
 ) -> str:
-    """Why each step of `build` will run or be skipped, a line each; changes nothing."""
+    """Why each step of `build` will run or be skipped, a line each; changes nothing. `only` is one Triton model."""
     check_pairs(target, models)
+    names = [_known(target, only)] if only else list(target.parts)
     try:
         fault = find_fault(output.absolute(), describe_inputs(target, models, code_files(target, sources)))
     except BuildError as error:
         fault = f"cannot be built here: {error}"
-    lines = [f"{output}: {fault or 'up to date, so no step runs'}"]
-    for name in target.parts:
+    lines = []
+    for name in names:
         job = make_job(name, target, models, Path("model_repository"), cache)
         products = {step.name: product for step, product in find_products(job)}
         for step in steps_of(job):
@@ -91,8 +98,11 @@ def explain(
                 why = f"skipped: {product.path(cache).name} is in the cache"
             else:
                 why = f"will run: {product.why_missing(cache)}"
-            lines.append(f"  {f'{name}: {step.name}':<44}{why}")
-    return "\n".join(lines)
+            lines.append((f"{name}: {step.name}", why))
+    width = max(len(step) for step, _ in lines)
+    return "\n".join(
+        [f"{output}: {fault or 'up to date, so no step runs'}", *(f"  {step:<{width}}  {why}" for step, why in lines)]
+    )
 
 
 def _known(target: TargetRow, name: str) -> str:

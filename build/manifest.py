@@ -50,7 +50,7 @@ def describe_inputs(
             for model in models.values()
             for source in model.sources
         },
-        "tools": {tool: _version(tool) for tool in tools} | {"python": platform.python_version()},
+        "tools": {tool: _version(tool) for tool in sorted(tools)} | {"python": platform.python_version()},
     }
     if render_only:
         inputs["render_only"] = True

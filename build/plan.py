@@ -189,6 +189,8 @@ def make_plan(
 ) -> Plan:
     """The plan of `target`; raises `BuildError` with the sum when it does not fit."""
     gpu, lengths = target.gpu, lengths or Lengths()
+    if target.vllm_engines:
+        raise BuildError(f"target {target.name!r} runs in vLLM, which plans its memory itself (gpu_memory_share)")
     if gpu is None:
         raise BuildError(f"target {target.name!r} has no GPU, so there is nothing to plan")
     num_gpus = num_gpus or gpu.count
@@ -210,11 +212,21 @@ def make_plan(
         num_gpus=num_gpus,
         num_replicas=num_replicas,
         cost_per_month=cost_per_month(gpu.price_per_hour, num_gpus),
-        tokens_per_day_ceiling=tokens_per_day(1, num_replicas * sum(e.tokens_per_s_ceiling for e in plans.values())),
+        tokens_per_day_ceiling=tokens_per_day(1, num_replicas * _tokens_per_s(target, plans)),
         lengths=lengths,
         free_bytes=free,
         engines=plans,
     )
+
+
+def _tokens_per_s(target: TargetRow, plans: Mapping[str, EnginePlan]) -> float:
+    """The ceiling of all engines together: those that share a GPU share its time, so its fastest one has all of it."""
+    shares: dict[int, float] = {}
+    for name, (_, parameters) in target.trtllm_engines.items():
+        ids = parameters.gpu_device_ids
+        for device in ids:
+            shares[device] = max(shares.get(device, 0.0), plans[name].tokens_per_s_ceiling / len(ids))
+    return sum(shares.values())
 
 
 def _measure(settings: TritonModel, parameters: TensorRTLLMParameters, models: Mapping[str, AnyModelRow]) -> _Engine:

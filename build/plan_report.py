@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 import json
 
+from build.errors import BuildError
 from build.pairs import check_pairs
 from build.plan import GIB, EnginePlan, Lengths, Plan, make_plan
-from build.rows import load_models, load_target
+from build.rows import TargetRow, load_models, load_target
 
 
 def run_plan(argv: list[str]) -> int:
@@ -26,18 +27,33 @@ def run_plan(argv: list[str]) -> int:
     target = load_target(arguments.target)
     models = load_models(target)
     check_pairs(target, models)
-    plan = make_plan(target, models, Lengths(arguments.input_tokens, arguments.output_tokens), arguments.gpus)
+    lengths = Lengths(arguments.input_tokens, arguments.output_tokens)
+    _check_lengths(target, lengths)
+    plan = make_plan(target, models, lengths, arguments.gpus)
     print(json.dumps(dataclasses.asdict(plan)) if arguments.json else as_table(plan))
     return 0
+
+
+def _check_lengths(target: TargetRow, lengths: Lengths) -> None:
+    whole = lengths.input_tokens + lengths.output_tokens
+    for name, (_, parameters) in target.trtllm_engines.items():
+        if lengths.input_tokens > parameters.max_input_len or whole > parameters.max_seq_len:
+            raise BuildError(
+                f"--input-tokens, --output-tokens: {lengths.input_tokens} + {lengths.output_tokens} = {whole}; "
+                f"{target.name}.toml: models.{name} takes prompts of up to {parameters.max_input_len} "
+                f"(max_input_len) and {parameters.max_seq_len} with the answer (max_seq_len)"
+            )
 
 
 def as_table(plan: Plan) -> str:
     """The plan as lines of text."""
     free = ", ".join(f"GPU {device}: {size / GIB:.1f} GiB" for device, size in plan.free_bytes.items())
     requests = f"{plan.lengths.input_tokens} + {plan.lengths.output_tokens} tokens"
+    num_used = plan.num_replicas * len(plan.free_bytes)
+    idle = f", idle: {plan.num_gpus - num_used}" if num_used < plan.num_gpus else ""
     lines = [
-        f"{plan.target}: {plan.num_gpus} x {plan.gpu}, replicas: {plan.num_replicas}, "
-        f"${plan.cost_per_month:,.0f} a month",
+        f"{plan.target}: {plan.num_gpus} x {plan.gpu}, replicas: {plan.num_replicas}{idle}, "
+        f"${plan.cost_per_month:,.0f} a month, {plan.tokens_per_day_ceiling / 1e9:.2f} billion tokens a day at most",
         f"free for KV caches: {free}; requests of {requests}",
         "Floors and ceilings are what the hardware allows at best; nothing here was measured.",
     ]

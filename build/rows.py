@@ -71,6 +71,9 @@ OCR_MODELS = {*OCR_ENGINES, IMAGE_PREPROCESS_MODEL, OCR_DETECTION_MODEL}
 TritonName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 Price = Annotated[float, Field(ge=0)]
 
+# Of language models, where a target has a row of its own for it. Any row can say `llmapi` of an engine.
+RUNTIMES = ("vllm", "llmapi")
+
 
 # --- targets -----------------------------------------------------------------------------------------------
 
@@ -359,7 +362,10 @@ def name_with_runtime(name: str, runtime: str | None) -> str:
     found = f"{name}-{runtime}"
     if found not in list_targets():
         names = [each.removesuffix(f"-{runtime}") for each in list_targets() if each.endswith(f"-{runtime}")]
-        raise BuildError(f"--runtime: target {name!r} has no {runtime!r}; targets that have: {', '.join(names)}")
+        raise BuildError(
+            f"--runtime: target {name!r} has no {runtime!r}; targets that have: {', '.join(names) or 'none'}; "
+            f"fix: a row build/targets/{found}.toml (docs/gpu.md, Rows)"
+        )
     return found
 
 

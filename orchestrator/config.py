@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from orchestrator.row_faults import describe
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -365,17 +367,7 @@ def check_toml(path: Path, data: dict[str, Any], model: type[ModelT]) -> ModelT:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in describe(error))) from error
-
-
-def describe(error: ValidationError) -> list[str]:
-    """One line for each fault: key, what is allowed, and the value that came."""
-    lines = []
-    for fault in error.errors(include_url=False, include_context=False):
-        key = ".".join(str(part) for part in fault["loc"]) or "(top level)"
-        given = "" if fault["type"] == "missing" else f" (got {fault['input']!r})"
-        lines.append(f"{key}: {fault['msg']}{given}")
-    return lines
+        raise ConfigError("\n".join(f"{path}: {line}" for line in describe(error, model))) from error
 
 
 def load_tiers(path: Path) -> Tiers:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from orchestrator.config import ConfigError, describe
+from orchestrator.config import ConfigError
+from orchestrator.row_faults import describe
 
 MANIFEST = "manifest.json"
 MODEL_REPOSITORY = "model_repository"
@@ -167,8 +168,10 @@ def read_manifest(root: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
+        # Where the build puts it a target's artifact has its name.
+        target = root.name if root.parent.name == "artifacts" else "cpu"
         raise ConfigError(
-            f"{root}: no finished artifact here ({MANIFEST} is missing)\nfix: python -m build --target cpu"
+            f"{root}: no finished artifact here ({MANIFEST} is missing)\nfix: python -m build --target {target}"
         ) from None
     except ValidationError as error:
         faults = "\n".join(f"{path}: {line}" for line in describe(error))

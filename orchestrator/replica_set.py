@@ -7,8 +7,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from orchestrator.config import ConfigError, describe
+from orchestrator.config import ConfigError
 from orchestrator.files import write_whole
+from orchestrator.row_faults import describe
 
 REPLICAS_FILE = "replicas.json"
 # How often the file is looked at: who changed it knows after a few times this long that it was seen.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -10,24 +9,25 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from serving import Stack, running, running_rendered
+from serving import TARGET, Stack, Start, running, running_rendered
 
 ROOT = Path(__file__).parents[1]
-# A GPU target in whose artifact, behind stand-ins, the shared servers run their engines (`scripts/test --all`).
-TARGET = os.environ.get("TRITON_REALTIME_TEST_TARGET")
 
 
-def serve(source: Path, folder: Path) -> AbstractContextManager[Stack]:
+def serve(source: Path, folder: Path, *flags: str, **env: str) -> AbstractContextManager[Stack]:
     """A server of the artifact `source`, or of `TARGET` with its engine."""
-    return running(source, folder) if TARGET is None else running_rendered(TARGET, source, folder)
+    if TARGET is None:
+        return running(source, folder / "run", *flags, **env)
+    return running_rendered(TARGET, source, folder, *flags, **env)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if TARGET is not None:
-        skip = pytest.mark.skip(reason=f"not of target {TARGET} behind stand-ins")
-        for item in items:
-            if item.get_closest_marker("own_target") is not None:
-                item.add_marker(skip)
+    """The mark `own_target` says why a test is not one of a GPU target's."""
+    for item in items:
+        for mark in item.iter_markers("own_target"):
+            (reason,) = mark.args
+            if TARGET is not None:
+                item.add_marker(pytest.mark.skip(reason=f"target {TARGET} behind stand-ins: {reason}"))
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +41,16 @@ def artifact() -> Callable[[str], Path]:
         return folder
 
     return find
+
+
+@pytest.fixture(scope="session")
+def start(artifact: Callable[[str], Path]) -> Start:
+    """Starts a server like the shared ones, with flags and environment of its own."""
+
+    def start(target: str, folder: Path, *flags: str, **env: str) -> AbstractContextManager[Stack]:
+        return serve(artifact(target), folder, *flags, **env)
+
+    return start
 
 
 @pytest.fixture(scope="session")

@@ -11,19 +11,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 from standins.dress import dress, write_machine
+
+from build.rows import load_target
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 180.0
 CHAT_PATH = "/v1/chat/completions"
 PORTS = ("port", "triton-http-port", "triton-grpc-port", "triton-metrics-port", "grpc-front-port")
+# A GPU target in whose artifact, behind stand-ins, the shared servers run their engines (`scripts/test --all`).
+TARGET = os.environ.get("TRITON_REALTIME_TEST_TARGET")
+# Why a test of guided decoding is not one of a GPU target's.
+NO_GUIDES = "no guided decoding there: NVIDIA's xgrammar needs a file that nothing makes yet"
+# Triton hands a request to any instance of a model, also one that stops another: that is then cancelled a little later.
+one_instance = pytest.mark.skipif(
+    load_target(TARGET or "scripted").models["llm_small"].instance_count > 1,
+    reason=f"target {TARGET}: several instances of the engine, which do not know of each other's requests",
+)
 T = TypeVar("T")
 
 
@@ -176,11 +188,14 @@ class Stack:
 
     # --- processes ---
 
+    def process_ids(self, mark: str) -> list[int]:
+        """The processes below `serve` whose command line holds `mark`."""
+        return [pid for pid in _descendants(self.process.pid) if mark in _command(pid)]
+
     def process_id(self, mark: str) -> int:
-        """The one process below `serve` whose command line holds `mark`."""
-        found = [pid for pid in _descendants(self.process.pid) if mark in _command(pid)]
-        assert len(found) == 1, found
-        return found[0]
+        """The one of them that there must be."""
+        (found,) = self.process_ids(mark)
+        return found
 
     def kill(self, mark: str) -> None:
         os.kill(self.process_id(mark), signal.SIGKILL)
@@ -194,6 +209,10 @@ class Stack:
             self.process.kill()
             self.process.communicate()
             raise
+
+
+# Starts a server: the target that tells the engine, a folder, flags of `serve`, and environment.
+Start = Callable[..., AbstractContextManager[Stack]]
 
 
 @contextmanager
@@ -226,7 +245,7 @@ def running(artifact: Path, run_dir: Path, *flags: str, **env: str) -> Iterator[
 
 
 @contextmanager
-def running_rendered(target: str, source: Path, folder: Path, *flags: str) -> Iterator[Stack]:
+def running_rendered(target: str, source: Path, folder: Path, *flags: str, **env: str) -> Iterator[Stack]:
     """A server of a GPU target's configurations, behind stand-ins for NVIDIA's parts; engines as in artifact `source`.
 
     Everything is made in `folder`.
@@ -234,17 +253,16 @@ def running_rendered(target: str, source: Path, folder: Path, *flags: str) -> It
     artifact = folder / target
     command = [sys.executable, "-m", "build", "--target", target, "--render-only", "--output", str(artifact)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
-    with running_dressed(artifact, source, folder, *flags) as stack:
+    with running_dressed(artifact, source, folder, *flags, **env) as stack:
         yield stack
 
 
 @contextmanager
-def running_dressed(artifact: Path, source: Path, folder: Path, *flags: str) -> Iterator[Stack]:
+def running_dressed(artifact: Path, source: Path, folder: Path, *flags: str, **env: str) -> Iterator[Stack]:
     """The same of an artifact that is rendered already."""
     dress(artifact, source)
-    env = {
-        name: f"{path}:{os.environ.get(name, '')}" for name, path in write_machine(folder / "machine", artifact).items()
-    }
+    for name, path in write_machine(folder / "machine", artifact).items():
+        env[name] = f"{path}:{os.environ.get(name, '')}"
     backends = f"--backend-directory={ROOT / 'tests' / 'standins'}"
     with running(artifact, folder / "run", backends, *flags, **env) as stack:
         yield stack

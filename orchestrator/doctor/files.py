@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,7 +81,8 @@ def find_file_faults(root: Path, manifest: Manifest, verified: Verified | None =
     for name, built in sorted(manifest.files.items()):
         path = root / name
         if not path.is_file():
-            yield Finding(CHECK, f"{path}: in {MANIFEST}, but missing", fix=manifest.rebuild)
+            fix = f"copy it again, or {manifest.rebuild}"
+            yield Finding(CHECK, f"{path}: in {MANIFEST}, but missing", f"{built.bytes} bytes, as built", fix)
         elif (size := path.stat().st_size) != built.bytes:
             yield Finding(
                 CHECK,
@@ -92,12 +94,16 @@ def find_file_faults(root: Path, manifest: Manifest, verified: Verified | None =
             yield Finding(
                 CHECK,
                 f"{path}: changed since the build (its sha256 differs from {MANIFEST})",
-                fix=manifest.rebuild,
+                f"sha256 {built.sha256}",
+                f"copy it again, or {manifest.rebuild}",
             )
     for name in _files_below(root):
         if name not in manifest.files:
             yield Finding(
-                CHECK, f"{root / name}: not in {MANIFEST}, so it is not part of what was built", fix=manifest.rebuild
+                CHECK,
+                f"{root / name}: not in {MANIFEST}, so it is not part of what was built",
+                "nothing beside what was built: Triton loads it",
+                f"rm {shlex.quote(str(root / name))}, or {manifest.rebuild}",
             )
 
 

@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """`check` is what was looked at. Without a `fix` all is well; what `may_start` keeps nobody from starting."""
+    """`check` is what was looked at. Without a `fix` all is well; what `may_start` keeps nobody from starting.
+
+    Whatever is not well has all three: what was found, what is wanted, and what mends it.
+    """
 
     check: str
     found: str

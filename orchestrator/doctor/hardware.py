@@ -13,6 +13,8 @@ from orchestrator.manifest import Container, Gpu, Manifest
 MIB = 2**20
 # NVIDIA's documentation starts its container with --shm-size=2g for tensor parallelism.
 SHARED_MEMORY_BYTES = 2 << 30
+# NVIDIA's image has the backends `tensorrtllm` and `python` alone; ours is that one with the others added.
+OUR_IMAGE = "docker build -f deploy/Dockerfile --target gpu -t triton-realtime:gpu . and run it in that image"
 SHARED_MEMORY_CHECK, GPU, SOFTWARE, BACKEND, MEMORY = "shm", "gpu", "software", "backend", "memory"
 
 
@@ -77,7 +79,12 @@ def _check_gpus(manifest: Manifest, gpu: Gpu, container: Container, gpus: Sequen
             yield Finding(GPU, f"GPU {number}: {facts.name}, SM {facts.sm}")
     driver = gpus[0].driver
     if _as_numbers(driver) < _as_numbers(container.driver):
-        yield Finding(GPU, f"driver {driver}", f"{container.driver} or later, for {container.image}", "a newer driver")
+        yield Finding(
+            GPU,
+            f"driver {driver}",
+            f"{container.driver} or later, for {container.image}",
+            "on the host: apt-get install cuda-drivers (from NVIDIA's repository), and start it again",
+        )
     else:
         yield Finding(GPU, f"driver {driver}")
 
@@ -128,8 +135,7 @@ def _check_memory(root: Path, manifest: Manifest, gpus: Sequence[GpuFacts]) -> I
 
 def check_backends(manifest: Manifest, machine: Machine, backends: Mapping[str, Path]) -> Iterator[Finding]:
     """Every backend that a model names: there, and linked with libraries that are there. `backends` are folders."""
-    container = manifest.row.container
-    fix = "pip install -c constraints.txt -e '.[cpu]'" if container is None else f"run it in {container.image}"
+    fix = "pip install -c constraints.txt -e '.[cpu]'" if manifest.row.container is None else OUR_IMAGE
     for name in sorted({model.backend for model in manifest.row.models.values()}):
         folder = backends.get(name)
         library = None if folder is None else folder / f"libtriton_{name}.so"

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -32,7 +33,7 @@ class Machine(Protocol):
         """The GPUs by their numbers; empty where none can be used."""
 
     def version(self, package: str) -> str | None:
-        """Of an installed Python package."""
+        """Of a Python package that is installed here, or in the Python that this virtual environment was made of."""
 
     def has_program(self, name: str) -> bool:
         """Whether a program is in PATH."""
@@ -63,7 +64,7 @@ class ThisMachine:
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            return None
+            return _version_outside(package) if sys.prefix != sys.base_prefix else None
 
     def has_program(self, name: str) -> bool:
         return shutil.which(name) is not None
@@ -82,3 +83,14 @@ class ThisMachine:
         except OSError:
             return 0
         return facts.f_frsize * facts.f_blocks
+
+
+def _version_outside(package: str) -> str | None:
+    """In a virtual environment, of the package in the Python below it: there a container has its TensorRT-LLM."""
+    question = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+    command = (str(Path(sys.base_prefix, "bin", "python3")), "-I", "-c", question, package)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -59,7 +59,7 @@ def _find_faults(root: Path, name: str, manifest: Manifest) -> Iterator[Finding]
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        yield Finding(CHECK, f"{path}: cannot be read: {error}", fix=fix)
+        yield Finding(CHECK, f"{path}: cannot be read: {error}", "the model's configuration", fix)
         return
     unfilled = list(_find_unfilled(path, text, fix))
     if unfilled:
@@ -68,7 +68,7 @@ def _find_faults(root: Path, name: str, manifest: Manifest) -> Iterator[Finding]
     try:
         config = text_format.Parse(text, model_config_pb2.ModelConfig())
     except text_format.ParseError as error:
-        yield Finding(CHECK, f"{path}: not a model configuration: {error}", fix=fix)
+        yield Finding(CHECK, f"{path}: not a model configuration: {error}", "what the build wrote", fix)
         return
     for key, value in config.parameters.items():
         given = value.string_value

@@ -22,7 +22,7 @@ def check_tokenizers(root: Path, manifest: Manifest) -> Iterator[Finding]:
     try:
         tiers = load_tiers(root / "tiers.toml").tier
     except ConfigError as error:
-        yield Finding(CHECK, str(error), fix=manifest.rebuild)
+        yield Finding(CHECK, str(error), "tiers as the build wrote them", manifest.rebuild)
         return
     for tier in {tier.tokenizer: tier for tier in tiers if tier.tokenizer is not None}.values():
         yield from _find_faults(root, manifest, tier) or [Finding(CHECK, f"{tier.model}: tokenizer and chat template")]
@@ -38,7 +38,7 @@ def _find_faults(root: Path, manifest: Manifest, tier: Tier) -> list[Finding]:
         settings = json.loads((folder / "tokenizer_config.json").read_bytes())
         eos = settings.get("eos_token")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [Finding(CHECK, f"{folder}: not a tokenizer: {error!r}", fix=manifest.rebuild)]
+        return [Finding(CHECK, f"{folder}: not a tokenizer: {error!r}", "what the build wrote", manifest.rebuild)]
     return list(_find_mismatches(folder, manifest, tier, ids, eos["content"] if isinstance(eos, dict) else eos))
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from orchestrator.config import ConfigError, describe
+from orchestrator.config import ConfigError
 from orchestrator.limits.keys import Key, KeyFile, change_keys, digest_of, new_secret, read_keys
+from orchestrator.row_faults import describe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,9 +21,10 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, ValidationError, model_validator
 
-from orchestrator.config import ConfigError, Row, describe
+from orchestrator.config import ConfigError, Row
 from orchestrator.errors import UnauthorizedError
 from orchestrator.files import write_whole
+from orchestrator.row_faults import describe
 
 log = logging.getLogger("orchestrator.limits")
 
@@ -103,7 +104,7 @@ def read_keys(path: Path) -> KeyFile:
             f"fix: python -m orchestrator keys add --keys {path} --tenant NAME"
         ) from error
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in describe(error))) from error
+        raise ConfigError("\n".join(f"{path}: {line}" for line in describe(error, KeyFile))) from error
 
 
 def change_keys(path: Path, change: Callable[[KeyFile], KeyFile]) -> KeyFile:

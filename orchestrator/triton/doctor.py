@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
         findings = [Finding("triton", f"{install.binary} (found in {install.source})")]
     except StartError as error:
         found, _, fix = str(error).partition("\nfix: ")
-        findings = [Finding("triton", found, fix=fix)]
+        findings = [Finding("triton", found, "a Triton server for this Python", fix)]
     verified = Verified.of_user()
     verified.forget(artifact.root)
     for each in (*findings, *_diagnose(artifact, install, options.backend_directory, None, verified)):

@@ -14,13 +14,16 @@ from orchestrator.latencies import Histogram
 
 
 class Family:
-    """One metric by its labels. Only what changed is told, for telling is a round trip to the server."""
+    """One metric by its labels. Only what changed is told, for telling is a round trip to the server.
 
-    def __init__(self, name: str, description: str, *, is_gauge: bool = False) -> None:
+    A gauge that `adds_up` is the sum over all who tell the same labels, such as the instances of one model.
+    """
+
+    def __init__(self, name: str, description: str, *, is_gauge: bool = False, adds_up: bool = False) -> None:
         kind = pb_utils.MetricFamily.GAUGE if is_gauge else pb_utils.MetricFamily.COUNTER
         # Triton deletes a family's metrics with the family.
         self._family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
-        self._is_gauge = is_gauge
+        self._is_set = is_gauge and not adds_up
         self._metrics: dict[tuple[str, ...], Any] = {}
         self._told: dict[tuple[str, ...], float] = {}
 
@@ -32,7 +35,7 @@ class Family:
         told = self._told.get(key, 0.0)
         if number != told:
             self._told[key] = number
-            if self._is_gauge:
+            if self._is_set:
                 self._metrics[key].set(number)
             else:
                 self._metrics[key].increment(number - told)
@@ -58,7 +61,7 @@ class HistogramFamily:
 
 
 def live_requests_gauge() -> Family:
-    return Family("rt_live_requests", "Requests taken in and not ended", is_gauge=True)
+    return Family("rt_live_requests", "Requests taken in and not ended", is_gauge=True, adds_up=True)
 
 
 def kv_cache_usage_gauge() -> Family:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving import Stack, running
+from serving import TARGET, Stack, running
 from speech import KEYS, build_speech, make_key
 from tokenizers import Tokenizer
 
 # Behind stand-ins every engine of a GPU target is the real model: more of them start, and share the cores.
-TIMEOUT_S = 120 if "TRITON_REALTIME_TEST_TARGET" not in os.environ else 240
+TIMEOUT_S = 120 if TARGET is None else 240
 HERE = Path(__file__).parent
 
 

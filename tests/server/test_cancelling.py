@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -113,7 +114,9 @@ def test_in_the_midst_of_an_upload(scripted_stack: Stack) -> None:
 
 
 def test_beyond_the_limit_of_live_requests_is_refused(scripted_stack: Stack) -> None:
-    busy = [scripted_stack.send(**LONG, stream=True) for _ in range(256)]
+    # Of several engines none may hold more than three quarters of them.
+    tiers = itertools.cycle(("simple", "complex"))
+    busy = [scripted_stack.send(**(LONG | {"model": next(tiers)}), stream=True) for _ in range(256)]
     try:
         wait_for(lambda: scripted_stack.num_live("orchestrator") == 256)
         response = scripted_stack.post(messages=script(text="one too many"))

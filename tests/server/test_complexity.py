@@ -16,8 +16,6 @@ from orchestrator.routing.complexity import TIERS
 from orchestrator.routing.conversation import ConversationReader, Turn
 from orchestrator.triton.complexity_client import GrpcComplexity
 
-pytestmark = pytest.mark.own_target
-
 EASY = [
     "hi",
     "What is the capital of Portugal?",

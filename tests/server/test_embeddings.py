@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import threading
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import tritonclient.grpc as triton
 from bert_reference import embed
 from safetensors.numpy import load_file
 from sentences import varied_sentences
-from serving import Stack
+from serving import TARGET, Stack
 from tokenizers import Tokenizer
 
 from build.fetch import cache_folder, fetch
@@ -29,9 +28,7 @@ from orchestrator.config import read_toml
 
 PATH = "/v1/embeddings"
 # The largest batch that the server under test takes.
-LARGEST = (
-    load_target(os.environ.get("TRITON_REALTIME_TEST_TARGET", "scripted")).models["embedding_encoder"].max_batch_size
-)
+LARGEST = load_target(TARGET or "scripted").models["embedding_encoder"].max_batch_size
 # What the model's own page prints for "This is an example sentence" begins so.
 KNOWN = ("This is an example sentence", [0.06765693, 0.06349581, 0.04871313])
 
@@ -215,7 +212,7 @@ def executions(stack: Stack, model: str) -> tuple[float, float]:
     return requests, batches
 
 
-@pytest.mark.own_target  # a plan's batches are of equal shapes, so there are more of them
+@pytest.mark.own_target("a plan's batches are of equal shapes, so there are more of them")
 def test_sixteen_clients_share_batches(scripted_stack: Stack) -> None:
     texts = varied_sentences(160)
     before = executions(scripted_stack, "embedding_encoder")

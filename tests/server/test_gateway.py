@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from serving import CHAT_PATH, Stack, running, script, wait_for
+from serving import CHAT_PATH, Stack, Start, running, script, wait_for
 
 LONG: dict[str, Any] = {"messages": script(text="x " * 2000, itl_ms=20), "max_tokens": 2000}
 
@@ -213,13 +213,14 @@ def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-@pytest.mark.own_target
 def test_300_that_connect_and_leave_cost_nothing(scripted_stack: Stack) -> None:
-    marks = ("orchestrator.gateway", "/orchestrator/1/model.py", "/llm_small/1/model.py", "orchestrator.engines.worker")
-    pids = {mark: scripted_stack.process_id(mark) for mark in marks}
+    marks = ("orchestrator.gateway", "/orchestrator/1/model.py", " llm_small_0_", "orchestrator.engines.worker")
+    found = {mark: scripted_stack.process_ids(mark) for mark in marks}
+    assert all(found.values()), found
+    pids = [pid for each in found.values() for pid in each]
 
-    def count() -> dict[str, tuple[int, int]]:
-        return {mark: (len(os.listdir(f"/proc/{pid}/task")), open_files(pid)) for mark, pid in pids.items()}
+    def count() -> dict[int, tuple[int, int]]:
+        return {pid: (len(os.listdir(f"/proc/{pid}/task")), open_files(pid)) for pid in pids}
 
     def come_and_go(index: int) -> None:
         with scripted_stack.send(**LONG, stream=index % 2 == 0) as connection:
@@ -239,7 +240,7 @@ def test_300_that_connect_and_leave_cost_nothing(scripted_stack: Stack) -> None:
 
     def has_grown() -> bool:
         """Threads and files of a pool may be some more or fewer; 300 clients would show."""
-        return any(late > early + 20 for mark, now in count().items() for early, late in zip(before[mark], now))
+        return any(late > early + 20 for pid, now in count().items() for early, late in zip(before[pid], now))
 
     wait_for(lambda: not has_grown())
     assert scripted_stack.metric("rt_gateway_live_streams") == 0
@@ -273,10 +274,10 @@ def test_the_gateway_reads_no_further_than_its_clients(scripted_stack: Stack) ->
 
 
 @pytest.fixture(scope="module")
-def open_stack(artifact: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def open_stack(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two workers; a further name; a web page that may call."""
     flags = ("--gateway-workers=2", "--allow-host=chat.example.com", "--allow-origin=https://chat.example.com")
-    with running(artifact("scripted"), tmp_path_factory.mktemp("open"), *flags) as stack:
+    with start("scripted", tmp_path_factory.mktemp("open"), *flags) as stack:
         yield stack
 
 
@@ -335,8 +336,8 @@ def test_a_worker_that_dies_is_replaced(open_stack: Stack) -> None:
     wait_for(lambda: read_metrics(open_stack)["rt_gateway_live_streams"][()] == 0)
 
 
-def test_workers_drain(artifact: Callable[[str], Path], tmp_path: Path) -> None:
-    with running(artifact("scripted"), tmp_path, "--gateway-workers=2") as stack, ThreadPoolExecutor(6) as pool:
+def test_workers_drain(start: Start, tmp_path: Path) -> None:
+    with start("scripted", tmp_path, "--gateway-workers=2") as stack, ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(stack.stream, messages=script(text="x " * 50, itl_ms=20)) for _ in range(6)]
         wait_for(lambda: stack.num_live("llm_small") == 6)
         stack.process.terminate()

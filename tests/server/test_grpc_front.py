@@ -26,7 +26,7 @@ import tritonclient.grpc as triton
 from grpc import aio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import Stack, running, script, wait_for
+from serving import Stack, Start, script, wait_for
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
@@ -629,11 +629,11 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     return cert, key
 
 
-def test_tls_and_draining(artifact: Callable[[str], Path], tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+def test_tls_and_draining(start: Start, tmp_path: Path, certificate: tuple[Path, Path]) -> None:
     """With TLS: plain callers get nothing. At SIGTERM: what runs is finished, and an idle stream holds nothing up."""
     cert, key = certificate
     flags = (f"--grpc-front-cert={cert}", f"--grpc-front-key={key}")
-    with running(artifact("scripted"), tmp_path / "run", *flags) as stack:
+    with start("scripted", tmp_path, *flags) as stack:
         with triton.InferenceServerClient(stack.front_url, ssl=True, root_certificates=str(cert)) as client:
             assert client.is_server_ready()
         with grpc.insecure_channel(stack.front_url) as channel:

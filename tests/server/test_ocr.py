@@ -192,6 +192,7 @@ def test_the_parts_are_not_public(stack: Stack) -> None:
         connection.get_model_metadata("ocr_recognizer")
 
 
+@pytest.mark.own_target("it reads images")
 def test_another_target_has_none(scripted_stack: Stack) -> None:
     answer = httpx.post(scripted_stack.url + PATH, content=b"x", headers={"content-type": "image/png"}, timeout=20)
     assert "this server has no model 'ocr'" in refused(answer, 404, "model_not_found")["message"]

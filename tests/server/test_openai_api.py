@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from serving import Stack, ask, script
+from serving import NO_GUIDES, Stack, ask, script
 
 WEATHER: Any = {
     "type": "function",
@@ -114,7 +114,7 @@ def test_log_probs_of_a_completion(scripted: openai.OpenAI) -> None:
 # --- guided decoding -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.own_target
+@pytest.mark.own_target(NO_GUIDES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema_shapes_the_real_models_answer(real: openai.OpenAI, stream: bool) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
@@ -129,7 +129,7 @@ def test_a_schema_shapes_the_real_models_answer(real: openai.OpenAI, stream: boo
     assert 0 <= person["age"] <= 99
 
 
-@pytest.mark.own_target
+@pytest.mark.own_target(NO_GUIDES)
 def test_a_json_object(real: openai.OpenAI) -> None:
     question = ask("Give me a JSON object with one key, city, and the value Rome.")
     answer = chat(real, question, response_format={"type": "json_object"}, max_tokens=100, temperature=0)
@@ -139,7 +139,7 @@ def test_a_json_object(real: openai.OpenAI) -> None:
     assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
 
 
-@pytest.mark.own_target
+@pytest.mark.own_target(NO_GUIDES)
 def test_a_regex(real: openai.OpenAI) -> None:
     answer = chat(real, ask("A phone number, please."), max_tokens=20, extra_body={"guided_regex": "[0-9]{3}-[0-9]{4}"})
     assert re.fullmatch("[0-9]{3}-[0-9]{4}", answer.choices[0].message.content)

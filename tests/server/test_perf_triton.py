@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from serving import Stack
 
 from perf.analyzer import find_analyzer
@@ -14,7 +13,6 @@ from perf.triton import sweep
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.own_target
 def test_an_ensemble_and_a_decoupled_model(scripted_stack: Stack) -> None:
     facts = scripted_stack.facts
     served = Served(

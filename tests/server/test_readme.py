@@ -29,7 +29,7 @@ SMALLER = {
 }
 PERF = [command for command in COMMANDS if " -m perf " in command]
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.own_target]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.own_target("README's commands name their targets")]
 
 
 def run(command: str, stdin: str = "") -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Stack, ask, wait_for
+from serving import Stack, ask, one_instance, wait_for
 from tokenizers import Tokenizer
 
 QUESTION = ask("What is the capital of France?")
@@ -164,6 +164,7 @@ def test_a_short_answer_does_not_wait_for_a_long_one(cpu_stack: Stack) -> None:
 
 
 @pytest.mark.alone
+@one_instance
 def test_leaving_a_stream_ends_it_within_a_step(cpu_stack: Stack) -> None:
     """Case K02: at most one decode step begins after the orchestrator has seen that the client left."""
     since = cpu_stack.log_length()

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -128,15 +129,20 @@ def test_what_a_caller_does_wrong_opens_nothing(stack: Stack) -> None:
 
 
 def test_one_dies_in_a_stream_and_is_then_replaced(stack: Stack) -> None:
-    """Case S20."""
+    """Case S20. Its engine comes back when a file that it needs does."""
     since = stack.log_length()
+    version = Path(stack.facts["logs"]["triton"]).parents[1] / "artifact" / "model_repository" / "llm_large" / "1"
+    tokenizer, gone = version / "tokenizer" / "tokenizer.json", version / "tokenizer" / "gone"
+    tokenizer.rename(gone)
     answer = stack.stream(model="expert", messages=script(text="a b c d", die_after=3, itl_ms=50))
     assert answer.error is not None and answer.error["code"] == "engine_error"
     assert (answer.text, answer.finish_reason, answer.is_done) == ("a b c", None, False)
     rt = stack.stream(messages=ask(HARD)).rt
     assert rt["model"] == "llm_small" and rt["attempts"] == 3
-    # And its process is started again.
-    wait_for(lambda: stack.stream(messages=ask(HARD)).rt["model"] == "llm_large", 20)
+    wait_for(lambda: "out" in stack.stream(messages=ask(HARD)).rt["reason"])
+    assert stack.get("/ready").json()["not_ready"] == ["llm_large"]
+    gone.rename(tokenizer)
+    wait_for(lambda: stack.stream(messages=ask(HARD)).rt["model"] == "llm_large", 30)
     wait_for(lambda: sample(stack, "rt_breaker_state", model="llm_large") == 0)
     assert stack.get("/ready").status_code == 200
     assert len(stack.logged("engine_restarted", since)) == 1

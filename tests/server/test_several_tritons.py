@@ -26,7 +26,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from orchestrator import contracts
 from orchestrator.wire import add_string
 
-pytestmark = pytest.mark.own_target
+pytestmark = pytest.mark.own_target("two servers of target scripted, beside one another")
 
 
 @pytest.fixture(scope="module")

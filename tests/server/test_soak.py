@@ -13,7 +13,7 @@ from perf.soak.traffic import KINDS
 
 
 @pytest.mark.alone
-@pytest.mark.own_target
+@pytest.mark.own_target("the command starts a server of its own, of target scripted")
 def test_a_soak_in_which_the_engine_dies_and_clients_leave() -> None:
     table, result = soak(minutes=12 / 60, num_replicas=1, capacity_s=2.0, memory_period_s=1.0, only=["engine-restart"])
     assert result["failures"] == [], result
@@ -33,7 +33,7 @@ def test_a_soak_in_which_the_engine_dies_and_clients_leave() -> None:
     assert "0 failures" in table
 
 
-@pytest.mark.own_target
+@pytest.mark.own_target("the command starts servers of its own, of target scripted")
 def test_instrumentation_is_on_in_one_server_and_off_in_the_other(artifact: Callable[[str], Path]) -> None:
     """It raises when a request of the one is not logged and traced, or one of the other is."""
     table, result = instrumentation(artifact("scripted").parent, "scripted", 2, 4, 8)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import CHAT_PATH, Stack, script, wait_for
+from serving import CHAT_PATH, TARGET, Stack, script, wait_for
 
 REPLACEMENT = "\ufffd"
 TOOL = {"type": "function", "function": {"name": "get_weather"}}
@@ -65,7 +65,6 @@ def test_a_whole_answer(scripted_stack: Stack) -> None:
     assert answer["rt"]["tier"] == "simple"
 
 
-@pytest.mark.own_target
 def test_models_health_and_readiness(scripted_stack: Stack) -> None:
     models = scripted_stack.get("/v1/models").json()
     assert [model["id"] for model in models["data"]] == [
@@ -75,8 +74,10 @@ def test_models_health_and_readiness(scripted_stack: Stack) -> None:
         "complex",
         "expert",
         "llm_small",
+        *(["llm_large"] if TARGET else []),
         "embedding",
         "all-minilm-l6-v2",
+        *(["ocr"] if TARGET else []),
     ]
     assert scripted_stack.get("/health").json() == {"status": "alive"}
     assert scripted_stack.get("/ready").json() == {"status": "ready"}

@@ -16,7 +16,7 @@ from build.rows import load_models, load_target
 from orchestrator.engines.process import PYTHON_VARIABLE
 from perf.gpu.rows import LLAMA, SMOLLM2, make_artifact, make_row
 
-pytestmark = pytest.mark.own_target
+pytestmark = pytest.mark.own_target("of engine vllm, in a server of its own")
 ROOT = Path(__file__).parents[2]
 DIES = 33  # see the stand-in
 

@@ -117,15 +117,18 @@ class MetricFamily:
     def Metric(self, labels: dict[str, str]) -> Metric:
         key = "".join(labels.values())
         assert key not in self.metrics, "Triton has one metric of a name and labels"
-        return self.metrics.setdefault(key, Metric())
+        return self.metrics.setdefault(key, Metric(self.fields["kind"]))
 
 
 class Metric:
     value = 0.0
 
+    def __init__(self, kind: int) -> None:
+        self.kind = kind
+
     def set(self, value: float) -> None:
         self.value = value
 
     def increment(self, value: float) -> None:
-        assert value >= 0, "a counter never falls"
+        assert value >= 0 or self.kind == MetricFamily.GAUGE, "a counter never falls"
         self.value += value

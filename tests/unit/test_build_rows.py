@@ -42,7 +42,7 @@ def test_cpu_voice_is_cpu_and_more() -> None:
     ("text", "error", "message"),
     [
         ('extends = "gpu"', BuildError, "mine.toml: extends: 'gpu' is no target; targets: base, mine"),
-        ('extends = "mine"', ConfigError, "extends: Extra inputs are not permitted"),
+        ('extends = "mine"', ConfigError, "extends: no such key; allowed: name, description"),
         ('extends = "base"\n[models.llm_small]\ninstance_count = 0', ConfigError, "models.llm_small.instance_count: "),
         ('extends = "base"\n[models.stt]\nbackend = "python"', ConfigError, "models.stt.max_batch_size: "),
     ],
@@ -245,7 +245,7 @@ def test_no_target_of_ours_has_one() -> None:
         ("context_window = 100000", "", "context_window: required for a cloud tier, and for no other"),
         ("context_window", 'tool_parser = "hermes"\ncontext_window', "tool_parser: an API takes tools by itself"),
         ("context_window", "token_timeout_s = 9\ncontext_window", "token_timeout_s: of a cloud tier it stands in"),
-        ("[tiers.cloud]", "[tiers.clouds]", r"tiers\.4\.clouds: Extra inputs"),
+        ("[tiers.cloud]", "[tiers.clouds]", r"tiers\.4\.clouds: no such key; is it cloud\?"),
         ("https://", "", r"tiers\.4\.cloud\.base_url: "),
     ],
 )

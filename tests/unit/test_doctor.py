@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,9 @@ def look(artifact: Path, machine: FakeMachine | None = None, programs: Sequence[
 
 
 def faults(artifact: Path, machine: FakeMachine | None = None, programs: Sequence[str] = ()) -> list[str]:
-    return [finding.text for finding in look(artifact, machine, programs) if finding.is_fault]
+    found = [finding for finding in look(artifact, machine, programs) if finding.is_fault]
+    assert all(finding.found and finding.wanted and finding.fix for finding in found), found
+    return [finding.text for finding in found]
 
 
 def only(texts: list[str]) -> str:
@@ -163,6 +166,23 @@ def test_a_half_copied_file(l4: Path) -> None:
     text = only(faults(l4))
     assert text.startswith(f"{path}: changed since the build, or copied in part: {size // 2} bytes; wanted: {size} byt")
     assert text.endswith("\nfix: copy it again, or python -m build --target l4 --force")
+
+
+def test_a_changed_file(l4: Path) -> None:
+    path = engine_of(l4) / "rank0.engine"
+    path.write_bytes(path.read_bytes()[::-1])
+    assert only(faults(l4)).startswith(f"{path}: changed since the build (its sha256 differs from manifest.json); want")
+
+
+def test_a_missing_file_and_one_too_many(l4: Path) -> None:
+    path, more = engine_of(l4) / "rank0.engine", l4 / "model_repository" / "a model"
+    path.rename(more)
+    found = "\n".join(faults(l4))
+    assert re.search(
+        rf"^{path}: in manifest\.json, but missing; wanted: \d+ bytes, as built\nfix: copy it", found, re.M
+    )
+    assert f"{more}: not in manifest.json, so it is not part of what was built; wanted: nothing beside" in found
+    assert f"\nfix: rm '{more}', or python -m build --target l4 --force" in found
 
 
 def test_an_empty_engine_file(l4: Path) -> None:
@@ -323,6 +343,21 @@ def test_the_tokenizer_of_another_model(l4: Path, num_tokens: int, eos: tuple[st
     assert message in only(faults(l4))
 
 
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("model_repository/llm_small/1/tokenizer/tokenizer.json", "{", "not a tokenizer: JSONDecodeError"),
+        ("model_repository/llm_small/1/tokenizer/tokenizer_config.json", "[]", "not a tokenizer: AttributeError"),
+        ("tiers.toml", "tier = 1", "tier: Input should be a valid list (got 1); wanted: tiers as the build wrote them"),
+        ("model_repository/llm_small/config.pbtxt", "\udce4", "config.pbtxt: cannot be read: "),
+    ],
+)
+def test_a_damaged_file(l4: Path, path: str, text: str, message: str) -> None:
+    (l4 / path).write_bytes(text.encode(errors="surrogateescape"))
+    seal(l4)
+    assert any(message in fault for fault in faults(l4))
+
+
 def test_a_missing_template(l4: Path) -> None:
     path = l4 / "model_repository" / "llm_large" / "1" / "tokenizer" / "chat_template.jinja"
     path.unlink()
@@ -385,9 +420,12 @@ def test_backends(whole: dict[str, Path], tmp_path: Path) -> None:
     assert all("libnvinfer.so.10 not found; wanted: all libraries it is linked with" in text for text in texts)
     found = check_backends(manifest, FakeMachine(), {"python": here["python"]})
     plans, fault = (each for each in found if each.is_fault)
-    assert plans.text.startswith("tensorrt: Triton has no such backend")
+    # NVIDIA's image lacks it; ours has it.
+    assert plans.text.startswith(
+        "tensorrt: Triton has no such backend; wanted: a folder of backends\nfix: docker build"
+    )
     assert fault.text.startswith(
-        "tensorrtllm: Triton has no such backend; wanted: a folder of backends\nfix: run it in"
+        "tensorrtllm: Triton has no such backend; wanted: a folder of backends\nfix: docker build -f deploy/Dockerfile"
     )
 
 
@@ -401,6 +439,13 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert machine.gpus() == [L4]
     assert machine.version("pydantic") and machine.version("no-such-package") is None
+    # What a container has is outside of our virtual environment.
+    (tmp_path / "bin").mkdir()
+    outside = tmp_path / "bin" / "python3"
+    outside.write_text('#!/bin/sh\n[ "$4" = tensorrt_llm ] && echo 1.2.1\n')
+    outside.chmod(0o755)
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    assert (machine.version("tensorrt_llm"), machine.version("no-such-package")) == ("1.2.1", None)
     assert machine.has_program("sh") and not machine.has_program("no-such-program")
     assert machine.missing_libraries(Path("/bin/sh").resolve()) == []
     assert machine.shared_memory_bytes() > 0

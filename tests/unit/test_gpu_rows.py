@@ -46,13 +46,13 @@ def write(folder: Path, old: str, new: str, name: str = "h100") -> None:
     ("old", "new", "message"),
     [
         ('precision = "fp8"', 'precision = "fp4"', r"h100\.toml: .*precision: .*'w4a8_awq' \(got 'fp4'\)"),
-        ("tp_size = 1", "tp_sise = 1", r"models\.llm_small\.parameters\.tensorrt_llm\.tp_sise: Extra inputs"),
+        ("tp_size = 1", "tp_sise = 1", r"\.parameters\.tensorrt_llm\.tp_sise: no such key; is it tp_size or pp_size\?"),
         ("tp_size = 1", 'tp_size = "1"', r"tp_size: .*valid integer \(got '1'\)"),
         ("tokens_per_block = 32", "tokens_per_block = 48", r"tokens_per_block: .*32, 64 or 128 \(got 48\)"),
         ('backend = "tensorrtllm"', 'backend = "python"', r"backend is 'python'; only 'tensorrtllm' is allowed here"),
         ('sm = "9.0"', 'sm = "90"', r"gpu\.sm: "),
-        ("count = 2", "count = 2\ncolour = 1", r"gpu\.colour: Extra inputs"),
-        ("[container]", "[containers]", r"containers: Extra inputs"),
+        ("count = 2", "count = 2\ncolour = 1", r"gpu\.colour: no such key; allowed: name, sm, count, .* \(got 1\)"),
+        ("[container]", "[containers]", r"containers: no such key; is it container or tiers\?"),
         ("kv_cache_share = 0.35", "kv_cache_share = 1.5", r"kv_cache_share: .*less than 1 \(got 1\.5\)"),
         ('image = "nvcr.io', 'image = "$(rm -rf /) nvcr.io', r"container\.image: "),
         (

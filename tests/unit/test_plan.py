@@ -214,5 +214,31 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "error: --gpus: 1 is too few; target 'h100' takes 2 (gpu.count)\n"
     assert main(["plan", "--target", "cpu"]) == 1
     assert capsys.readouterr().err == "error: target 'cpu' has no GPU, so there is nothing to plan\n"
+    assert main(["plan", "--target", "h100-vllm"]) == 1
+    assert "runs in vLLM, which plans its memory itself" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", "--target", "h100", "--gpus", "0"])
+
+
+def test_gpus_that_no_replica_takes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--target", "h100", "--gpus", "5"]) == 0
+    assert capsys.readouterr().out.startswith("h100: 5 x NVIDIA H100 80GB HBM3, replicas: 2, idle: 1, $10,950 a month")
+
+
+def test_requests_that_no_engine_takes_are_refused_with_the_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--target", "l4", "--input-tokens", "6000", "--output-tokens", "3000"]) == 1
+    assert capsys.readouterr().err == (
+        "error: --input-tokens, --output-tokens: 6000 + 3000 = 9000; l4.toml: models.llm_small takes prompts of up to "
+        "6144 (max_input_len) and 8192 with the answer (max_seq_len)\n"
+    )
+    assert main(["plan", "--target", "l4", "--input-tokens", "6145", "--output-tokens", "1"]) == 1
+    assert main(["plan", "--target", "l4", "--input-tokens", "6144", "--output-tokens", "2048"]) == 0
+
+
+def test_engines_that_share_gpus_share_their_time() -> None:
+    target = load_target("h100")
+    plan = make_plan(target, load_models(target), num_gpus=4)
+    # The small engine is on both GPUs, and faster than the large one over both.
+    rates = {name: engine.tokens_per_s_ceiling for name, engine in plan.engines.items()}
+    assert rates["llm_small"] > rates["llm_large"]
+    assert plan.tokens_per_day_ceiling == pytest.approx(2 * rates["llm_small"] * 86400)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from google.protobuf import text_format
 from gpu_targets import GPU_TARGETS, LLMAPI, MODELS, SPECULATION, alone, render, vary
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
 
+from build.fetch import cache_folder
 from build.plan import make_plan
-from build.rows import load_models, load_target
+from build.rows import list_targets, load_models, load_target
 from orchestrator.config import load_tiers
 from orchestrator.contracts import TEXT_ENGINE_INPUTS, TEXT_ENGINE_OUTPUTS
 
+ROOT = Path(__file__).parents[2]
 PARAMETERS = {each["key"]: each for each in MODELS["tensorrtllm parameters"]}
 
 
@@ -69,23 +72,26 @@ def test_a_rendered_target_is_what_nvidia_s_backend_takes(tmp_path: Path, name: 
         assert load_tiers(artifact / "tiers.toml").tier[-1].context_window == parameters.max_seq_len
 
 
-@pytest.mark.parametrize("runtime", [{}, LLMAPI])
-@pytest.mark.parametrize("name", GPU_TARGETS)
+@pytest.mark.parametrize(
+    ("name", "runtime"), [*((name, {}) for name in list_targets()), *((name, LLMAPI) for name in GPU_TARGETS)]
+)
 def test_nothing_is_unfilled_and_nothing_points_at_this_machine(
     tmp_path: Path, name: str, runtime: dict[str, Any]
 ) -> None:
-    if runtime and name in ("l4", "a100-80g", "h100", "h200"):  # the large model does not fit there in 16 bits
+    if not runtime:
+        target = load_target(name)
+        models = load_models(target)
+    elif name in ("l4", "a100-80g", "h100", "h200"):  # the large model does not fit there in 16 bits
         target, models = vary(name, "llm_small", settings={"instance_count": 1}, gpu_device_ids=[0], **runtime)
     else:
         target, models = vary(name, **runtime)
     artifact = render(target, models, tmp_path)
-    for path in artifact.rglob("*"):
-        if path.is_file() and path.suffix != ".py":
-            text = path.read_text(encoding="utf-8")
-            assert "${" not in text
-            assert str(tmp_path) not in text
-            if path.name != "manifest.json":
-                assert not re.search(r'"/\w', text), path
+    for path in filter(Path.is_file, artifact.rglob("*")):
+        text = path.read_text(encoding="utf-8")
+        assert "${" not in text, path
+        assert not any(str(place) in text for place in (tmp_path, ROOT, cache_folder(), sys.prefix)), path
+        if path.suffix != ".py" and path.name != "manifest.json":
+            assert not re.search(r'"/\w', text), path
 
 
 def test_instances_have_gpus_of_their_own(tmp_path: Path) -> None:

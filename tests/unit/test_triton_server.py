@@ -241,12 +241,14 @@ def test_a_damaged_artifact(artifact: Path, damage: object, message: str) -> Non
     damage(artifact)  # type: ignore[operator]
     with pytest.raises(StartError, match=re.escape(message)) as caught:
         check_artifact(artifact)
-    assert re.search("\nfix: (copy it again, or )?python -m build --target cpu --force$", str(caught.value))
+    assert re.search("\nfix: ((copy it again|rm \\S+), or )?python -m build --target cpu --force$", str(caught.value))
 
 
 def test_no_artifact(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"no finished artifact here .*\nfix: python -m build"):
+    with pytest.raises(StartError, match=r"no finished artifact here .*\nfix: python -m build --target cpu$"):
         check_artifact(tmp_path / "nothing")
+    with pytest.raises(StartError, match=r"no finished artifact here .*\nfix: python -m build --target h100$"):
+        check_artifact(tmp_path / "artifacts" / "h100")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from build.__main__ import main
 from build.commands import list_commands
 from build.engine_rows import Lookahead, TensorRTLLMParameters
 from build.errors import BuildError
-from build.rows import load_models, load_target
+from build.rows import HERE, load_models, load_target
 
 CACHE = Path("/a cache's $HOME")
 PRECISIONS = TensorRTLLMParameters.model_fields["precision"].annotation.__args__  # type: ignore[union-attr]
@@ -209,5 +212,19 @@ def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'llm_small' has no commands in a container" in capsys.readouterr().err
     assert main(["--target", "h100", "--explain"]) == 0
     assert "llm_large: build engine" in capsys.readouterr().out
+    assert main(["--target", "h100", "--explain", "--only", "llm_small"]) == 0
+    first, *steps = capsys.readouterr().out.splitlines()
+    assert first.startswith("artifacts/h100: ")
+    assert all(step.startswith("  llm_small: ") for step in steps)
+    reasons = [re.search(r"  (will run: |skipped: |runs with )", step) for step in steps]
+    assert len({reason and reason.start() for reason in reasons}) == 1  # below one another
     with pytest.raises(SystemExit):
         main(["--target", "h100", "--explain", "--dry-run"])
+
+
+def test_whoever_has_read_enough_is_no_error() -> None:
+    script = f"{shlex.quote(sys.executable)} -m build --target l4 --dry-run | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=HERE.parent, capture_output=True, text=True, timeout=60)
+    # Much or little of it was written when the reader left.
+    assert done.stdout in ("#!/usr/bin/env bash\n141\n", "#!/usr/bin/env bash\n0\n")
+    assert done.stderr == ""

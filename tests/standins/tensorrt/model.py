@@ -1,7 +1,8 @@
 """A Python-based Triton backend under the name of NVIDIA's `tensorrt`, for machines without a GPU.
 
 It refuses every configuration and request that NVIDIA's would refuse (`standins/plans.py`), and computes the rest by
-ONNX Runtime, from `model.onnx` beside the plan. The plan is `plan.json`'s text; the configuration as it was rendered is
+ONNX Runtime, from `model.onnx` beside the plan: each request by itself, since in a graph of INT8 neighbours share a
+scale, which they do not in a plan of FP16. The plan is `plan.json`'s text; the configuration as it was rendered is
 in `rendered.json`, since Triton itself takes no instances on GPUs where there are none.
 """
 
@@ -43,11 +44,11 @@ class TritonPythonModel:
         if fault := plans.find_request_fault(self._instance, feeds, self._plan, self._most):
             return [_error(fault) for _ in requests]
         outputs = [each["name"] for each in self._plan["outputs"]]
-        ends = np.cumsum([len(each[names[0]]) for each in given])[:-1]
-        parts = [np.split(array, ends) for array in self._session.run(outputs, feeds)]
         return [
-            pb_utils.InferenceResponse([pb_utils.Tensor(name, part) for name, part in zip(outputs, answer)])
-            for answer in zip(*parts)
+            pb_utils.InferenceResponse(
+                [pb_utils.Tensor(name, array) for name, array in zip(outputs, self._session.run(outputs, each))]
+            )
+            for each in given
         ]
 
 
