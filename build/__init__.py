@@ -10,6 +10,7 @@
     fetch.py          weights from a package index, verified, never executed
     tokenizer.py      tokenizer.json and chat template from the weights' metadata
     bert_onnx.py      a sentence embedder as an ONNX graph
+    blockwise.py      its matrices in INT8, for a CPU
     openvino_ir.py    OpenVINO IR, in a process of its own
     trtllm.py         the container's commands that make a TensorRT-LLM engine; verify_engine.py is one of them
     plan_commands.py  the commands that make a TensorRT plan: onnx_graph.py, tensorrt_plan.py, verify_plan.py

@@ -202,11 +202,15 @@ class WordPieceParameters(Row):
 
 
 class EncoderParameters(Row):
-    """Engine `encoder`: a sentence embedder's graph in ONNX Runtime; `num_threads` is how many compute one batch."""
+    """Engine `encoder`: a sentence embedder's graph in ONNX Runtime; `num_threads` is how many compute one batch.
+
+    `precision` "int8_blockwise" is that of its matrices and of what they are multiplied with (`build.blockwise`).
+    """
 
     engine: Literal["encoder"]
     runtime: Literal["onnxruntime"]
     num_threads: Count
+    precision: Literal["fp32", "int8_blockwise"]
 
 
 class ComplexityParameters(Row):

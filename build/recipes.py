@@ -11,10 +11,18 @@ from typing import Any, NamedTuple
 
 from build import plan_commands, trtllm
 from build.bert_onnx import write_bert_onnx
+from build.blockwise import quantize_blockwise
 from build.checkpoint_tokenizer import copy_tokenizer
 from build.complexity_onnx import quantize, write_complexity_onnx
 from build.e5_file import read_e5
-from build.engine_rows import AdapterRow, AnyParameters, ComplexityParameters, PlanParameters, TensorRTLLMParameters
+from build.engine_rows import (
+    AdapterRow,
+    AnyParameters,
+    ComplexityParameters,
+    EncoderParameters,
+    PlanParameters,
+    TensorRTLLMParameters,
+)
 from build.fetch import cached_path, fetch
 from build.gguf_checkpoint import write_checkpoint
 from build.gpu_rows import Container, Gpu
@@ -142,7 +150,11 @@ def copy_word_pieces(job: Job) -> None:
 
 def export_onnx(job: Job) -> None:
     """`model.onnx`: the embedder's graph, pooling and norm inside."""
-    write_bert_onnx(fetch(job.embedder.weights, job.cache), job.embedder, job.folder / "model.onnx")
+    path = job.folder / "model.onnx"
+    write_bert_onnx(fetch(job.embedder.weights, job.cache), job.embedder, path)
+    parameters = job.settings.parameters
+    if isinstance(parameters, EncoderParameters) and parameters.precision == "int8_blockwise":
+        quantize_blockwise(path)
 
 
 def convert_pieces(job: Job) -> None:

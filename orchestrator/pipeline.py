@@ -45,6 +45,7 @@ from orchestrator.limits.deadline import ending, find_deadline
 from orchestrator.limits.gate import Gate, Permit, counts_tokens, may_use, not_allowed, price_of
 from orchestrator.limits.keys import Key
 from orchestrator.limits.ledger import Amount
+from orchestrator.manifest import MODEL_REPOSITORY, read_manifest
 from orchestrator.money import Spending
 from orchestrator.quality.sampler import Quality
 from orchestrator.request import REQUEST_ID_RULE, Request, is_request_id, parse_request
@@ -386,8 +387,16 @@ def store_answer(answer: Answer, pieces: Sequence[tuple[Choice, Piece | None]]) 
 
 
 def digest_tier(tier: Tier, root: Path) -> str:
-    """Changes with whatever shapes an answer beside the request: the tier's row, its tokenizer and chat template."""
+    """Changes with whatever shapes an answer beside the request.
+
+    That is the tier's row, and of an engine's model its tokenizer, chat template, weights and settings: all its files,
+    as the artifact's manifest knows them. Raises `ConfigError` where there is none.
+    """
     digest = hashlib.sha256(tier.model_dump_json().encode())
     if tier.tokenizer is not None:
         digest.update(digest_folder(root / tier.tokenizer).encode())
+        folder = f"{MODEL_REPOSITORY}/{tier.model}/"
+        for name, file in sorted(read_manifest(root).files.items()):
+            if name.startswith(folder):
+                digest.update(f"{name} {file.sha256}\n".encode())
     return digest.hexdigest()

@@ -1,8 +1,8 @@
 """`python -m perf cache-speed`: how long a hit takes over HTTP, and what a miss costs.
 
-Target scripted with target cpu's cache: the embedder is the real one, and the engine answers at once, so that what is
-left is the way there and the cache. Whole answers, each client on one connection, the next request when the one before
-is over. The stored questions are all of one partition: the worst case for the lookup.
+Target scripted with target cpu's cache and embedder: the engine answers at once, so that what is left is the way there
+and the cache. Whole answers, each client on one connection, the next request when the one before is over. The stored
+questions are all of one partition: the worst case for the lookup.
 
 A miss is compared with the same request under `Cache-Control: no-store`, in pairs, who goes first alternates.
 """
@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from build.compiler import build
 from build.fetch import cache_folder
 from build.rows import load_models, load_target
+from orchestrator.contracts import EMBEDDING_ENCODER_MODEL
 from perf.errors import PerfError
 from perf.prompts import fresh_question
 from perf.report import format_table, say
@@ -71,7 +72,9 @@ def cache_speed(entries: Sequence[int], clients: Sequence[int], num_requests: in
 
 
 def _build(artifact: Path) -> Path:
-    target = load_target("scripted").model_copy(update={"cache": load_target("cpu").cache})
+    target, cpu = load_target("scripted"), load_target("cpu")
+    models = target.models | {EMBEDDING_ENCODER_MODEL: cpu.models[EMBEDDING_ENCODER_MODEL]}
+    target = target.model_copy(update={"cache": cpu.cache, "models": models})
     build(target, load_models(target), artifact, cache=cache_folder(), progress=lambda _: nullcontext())
     return artifact
 

@@ -15,7 +15,7 @@ from itertools import combinations
 from orchestrator.cache.chinese import read_chinese
 from orchestrator.cache.languages import guess_language
 from orchestrator.cache.lexicon import Lexicon, load_lexicon, words
-from orchestrator.cache.reading import ADVERBS, MODALS, Reading, Token, read_question
+from orchestrator.cache.reading import ADVERBS, DANGLING, MODALS, Reading, Token, read_question
 from orchestrator.cache.typos import mend
 
 # Kinds that a question without any word of asking may stand for: "capital of France?", "reset iphone password".
@@ -79,6 +79,13 @@ def rejecting_guard(cached: str, asked: str) -> str | None:
     return compare(read(cached, language), read(asked, language))
 
 
+def prepare(asked: str) -> None:
+    """Read a question before there is another to compare it with, so that `rejecting_guard` finds it read."""
+    guess = guess_language(asked)
+    if len(asked) <= MAX_CHARACTERS and guess.language is not None:
+        read(asked, guess.language)
+
+
 @functools.lru_cache(maxsize=4096)
 def read(text: str, language: str) -> Reading:
     return read_chinese(text) if language == "zh" else read_question(text, language)
@@ -103,7 +110,8 @@ def compare(cached: Reading, asked: Reading) -> str | None:
     pairs = _align(cached.tokens, asked.tokens, lexicon, fold)
     if isinstance(pairs, str):
         return pairs
-    return _check_roles(pairs, may_lead=cached.language != "en" or "what" not in cached.kinds)
+    asks_for_price = cached.tokens[0].text == asked.tokens[0].text == "_cost"
+    return _check_roles(pairs, may_lead=cached.language != "en" or "what" not in cached.kinds or asks_for_price)
 
 
 def _same_kind(cached: Reading, asked: Reading) -> bool:
@@ -143,9 +151,13 @@ def _align(
         if not any(matches(token, asked[place], lexicon, fold) for token in cached):
             alone[1].append(asked[place])
     # A soft word may be missing; one that stands where the other question has another word may not.
-    if not pairs or all(alone) or any(not token.bases & lexicon.soft for token in (*alone[0], *alone[1])):
+    if not pairs or all(alone) or any(not _is_soft(token, lexicon) for token in (*alone[0], *alone[1])):
         return _label([*alone[0], *alone[1]]) if any(alone) else pairs
     return pairs
+
+
+def _is_soft(token: Token, lexicon: Lexicon) -> bool:
+    return token.usage == DANGLING or bool(token.bases & lexicon.soft)
 
 
 def _compare_in_order(cached: Sequence[Token], asked: Sequence[Token]) -> str | None:

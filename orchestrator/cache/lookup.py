@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from orchestrator.cache.guards import rejecting_guard
+from orchestrator.cache.guards import prepare, rejecting_guard
 from orchestrator.cache.key import Identity
 from orchestrator.cache.store import Entry, Store, Vector
 
@@ -57,6 +57,11 @@ class Lookup:
         """Needs no vector, so that it comes before the embedding."""
         entry = await self.store.get(identity)
         return Outcome("miss") if entry is None else await self._hit("exact", entry, 1.0)
+
+    def prepare(self, identity: Identity) -> None:
+        """Read the question while its vector is being made; `find_near` alone would do it afterwards."""
+        if self.guard is rejecting_guard and identity.question is not None:
+            prepare(identity.question)
 
     async def find_near(self, identity: Identity, vector: Vector | None) -> Outcome:
         """The nearest question that is near enough and that no guard rejects. Without a vector always a miss."""

@@ -69,6 +69,8 @@ ADVERBS = words_of(
 )
 _GERMAN_MOST = re.compile(r"\w{3,}st(?:e|en|er|es|em)")
 _PUNCTUATION = " ,.:;!?\"'()"
+# The usage of a preposition that ends a clause: it may be missing in the other question, but not be another one there.
+DANGLING = "dangling"
 _MAX_GAP = 4  # words between a verb and its particle: "turn the living room light off"
 
 
@@ -145,6 +147,7 @@ def read_question(text: str, language: str) -> Reading:
             and asks
             and own
             and own[0].is_verb
+            and own[0].text not in MODALS
             and own[0].role == ""
             and part == 0
             and own[0].text[-1] != "s"
@@ -285,6 +288,7 @@ def _words(text: str) -> list[str]:
 
 def _tokens(words: list[str], lexicon: Lexicon, names: frozenset[str], part: int) -> Iterator[Token]:
     role = ""
+    dangling = ""  # a preposition that nothing has followed yet
     grade = ""
     joins = False
     is_anyone = "you" in words
@@ -301,7 +305,7 @@ def _tokens(words: list[str], lexicon: Lexicon, names: frozenset[str], part: int
             taken.update(used)
             token = _token(" ".join(phrase), frozenset(), lexicon.groups[phrase], role, grade, lexicon, names, part)
             yield token._replace(is_joined=joins)
-            grade, joins = "", False
+            dangling, grade, joins = "", "", False
             role = role if used[-1] == position + len(used) - 1 else ""
             position += 1
             continue
@@ -316,7 +320,7 @@ def _tokens(words: list[str], lexicon: Lexicon, names: frozenset[str], part: int
         if word.startswith("#") or word in lexicon.numbers or (word[0].isdigit() and (word,) not in lexicon.groups):
             number = lexicon.numbers.get(word, word)
             yield Token(number, frozenset((number,)), frozenset(), role, "", True, False, False, "number", part, joins)
-            joins = False
+            dangling, joins = "", False
         elif word in lexicon.strong:
             following = words[position + 1] if position + 1 < len(words) else ""
             if word == "to" and lexicon.language == "en":
@@ -324,13 +328,17 @@ def _tokens(words: list[str], lexicon: Lexicon, names: frozenset[str], part: int
                     following not in lexicon.drop and lexicon.word(following).usage == "verb"
                 )
                 role = "" if is_infinitive else "to"
+                dangling = role
             else:
                 role = _SAME_ROLE.get(word, word)
                 part += word in _CLAUSE_ROLES
                 if role in _CLAUSE_ROLES:
                     yield Token(role, frozenset((role,)), frozenset(), "", "", False, False, False, "strong", part)
+                else:
+                    dangling = word
         elif word in lexicon.weak:
             role = "~" + word
+            dangling = word
         elif word in lexicon.conjunctions:
             joins = True
             position += 1
@@ -356,13 +364,15 @@ def _tokens(words: list[str], lexicon: Lexicon, names: frozenset[str], part: int
                 own_grade = "most"
             token = _token(word, bases, groups, role, own_grade or grade, lexicon, names, part)
             yield token._replace(is_joined=joins)
-            joins = False
+            dangling, joins = "", False
             if role.startswith("^"):
                 role = ""
             if lexicon.word(word).usage == "verb" and position == 0:
                 role = ""
         grade = ""
         position += 1
+    if dangling:  # "who is it for", "wie melde ich mich an"
+        yield Token(dangling, frozenset((dangling,)), frozenset(), "", "", False, False, False, DANGLING, part)
 
 
 def _token(

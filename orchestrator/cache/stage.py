@@ -27,6 +27,8 @@ log = logging.getLogger("orchestrator.cache")
 LANGUAGES = ("en", "de", "es", "fr", "zh")
 # A question whose vector takes longer (others' long texts are in the queue) is answered without a look-up.
 EMBED_TIMEOUT_S = 0.2
+# When the embedder has got the question, and this process has nothing to do until its vector comes.
+PREPARE_AFTER_S = 0.001
 # Of how many hits the operator can say that they were wrong.
 MAX_REMEMBERED_HITS = 1000
 
@@ -111,6 +113,7 @@ class AnswerCache:
         if query.control.no_cache or not query.may_be_near:
             return None
         query.vector = asyncio.create_task(self._embed(query.identity.question or ""))
+        asyncio.get_running_loop().call_later(PREPARE_AFTER_S, self._lookup.prepare, query.identity)
         try:
             # Shielded: who waits no longer leaves it to `keep`, or it would be embedded twice when there is most to do.
             vector = await asyncio.wait_for(asyncio.shield(query.vector), EMBED_TIMEOUT_S)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import re
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from orchestrator.cache.lexicon import Lexicon, words
 
 _WORD = re.compile(r"(?<![\w'@./-])[^\W\d_]{2,}(?![\w'@/-])")
+_LETTERS = re.compile(r"[^\W\d_]+")
 # The words that ask: without them a question has no kind. They are looked for also where the other question has none.
 _ASKING = words("what how where when which who why does can should please could would difference many much the")
 
@@ -64,8 +65,49 @@ _SOUNDS = str.maketrans("áàâäéèêëíìîïóòôöúùûüñçczvykm", "a
 _ES = ("ses", "xes", "zes", "ches", "shes", "oes", "ies")
 
 
+class _Written(NamedTuple):
+    """What of a text decides whether there is anything to mend, in lower case: made once, compared with many others."""
+
+    words: frozenset[str]
+    joined: frozenset[str]  # each word and the one behind it, written together
+    joined_letters: frozenset[str]  # the same of what `_split_glued` takes for words
+    confused: frozenset[str]  # those of `_CONFUSED`
+    doubtful: frozenset[str]  # those that may be typing errors
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def _look_at(text: str, lexicon: Lexicon) -> _Written:
+    found = [(match[0], match.start() == 0) for match in _WORD.finditer(text)]
+    words = [word.lower() for word, _ in found]
+    doubtful = frozenset(
+        word.lower()
+        for word, is_first in found
+        if word.lower() not in _little_words(lexicon) and _doubt(word, is_first=is_first, lexicon=lexicon) != "none"
+    )
+    return _Written(
+        frozenset(words),
+        frozenset(map("".join, pairwise(words))),
+        frozenset(map("".join, pairwise(_LETTERS.findall(text.lower())))),
+        frozenset(words) & _CONFUSED.keys() if lexicon.language == "en" else frozenset(),
+        doubtful,
+    )
+
+
+def _may_differ(text: str, other: str, lexicon: Lexicon) -> bool:
+    """Whether anything of `text` could be mended by `other`; most often nothing can, and this is soon known."""
+    mine, theirs = _look_at(text, lexicon), _look_at(other, lexicon)
+    return not (
+        mine.doubtful <= theirs.words
+        and mine.joined.isdisjoint(theirs.words)
+        and mine.words.isdisjoint(theirs.joined_letters)
+        and all(_CONFUSED[word].isdisjoint(theirs.words) for word in mine.confused - theirs.words)
+    )
+
+
 def mend(text: str, other: str, lexicon: Lexicon) -> str:
     """`text` with each word that is none replaced by the nearest word of `other`, if that is near enough."""
+    if not _may_differ(text, other, lexicon):
+        return text
     theirs = frozenset(word.lower() for word in _WORD.findall(other))
     text = _split_glued(_close_compounds(text, theirs), other, lexicon)
     own = frozenset(word.lower() for word in _WORD.findall(text))
@@ -108,7 +150,7 @@ def _close_compounds(text: str, theirs: frozenset[str]) -> str:
 
 def _split_glued(text: str, other: str, lexicon: Lexicon) -> str:
     """ "mypassword" becomes "my password" where the other question writes it so; "MySQL" is not its "SQL"."""
-    theirs = re.findall(r"[^\W\d_]+", other.lower())
+    theirs = _LETTERS.findall(other.lower())
     apart = {one + following: f"{one} {following}" for one, following in pairwise(theirs)}
     for word in {found[0] for found in _WORD.finditer(text)}:
         wrong = word.lower()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from build.rows import load_models, load_target
 from orchestrator import contracts
 from orchestrator.engines.scripted import DEFAULT_TEXT
 from orchestrator.wire import add_string, find_output, new_request
+from perf.redis_server import RedisServer
 
 pytestmark = pytest.mark.timeout(180)  # the first one builds
 
@@ -39,12 +42,18 @@ max_temperature = 0.5
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With `artifact/`: target scripted and a cache."""
     folder = tmp_path_factory.mktemp("cache")
     row = (HERE / "build" / "targets" / "scripted.toml").read_text(encoding="utf-8")
     (folder / "scripted.toml").write_text(row + POLICY, encoding="utf-8")
     target = load_target("scripted", folder)
     build(target, load_models(target), folder / "artifact", cache=cache_folder(), progress=lambda _: nullcontext())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stack(folder: Path) -> Iterator[Stack]:
     with running(folder / "artifact", folder / "run") as stack:
         yield stack
 
@@ -337,3 +346,54 @@ def test_metrics(stack: Stack, http: httpx.Client) -> None:
 
 def sum_of(stack: Stack, name: str) -> float:
     return sum(map(float, re.findall(rf"^{name}\S* (\S+)$", stack.get("/metrics").text, re.MULTILINE)))
+
+
+# --- two orchestrators, one Redis ----------------------------------------------------------------------------
+
+
+def test_redis_is_shared_and_dies_under_load_without_a_failed_request(folder: Path) -> None:
+    """Every answer carries its question's number, so that one that belongs to another question is seen."""
+    redis, stop = RedisServer(), threading.Event()
+    redis.start()
+    seen: Counter[str] = Counter()  # what `rt.cache` said, over both
+
+    def load(url: str, first: int) -> None:
+        with httpx.Client(base_url=url, timeout=30) as client:
+            for number in itertools.count(first):
+                if stop.is_set():
+                    return
+                answer = chat(client, script(text=f"number {number % 12}"))
+                assert answer["choices"][0]["message"]["content"] == f"number {number % 12}"
+                seen[answer["rt"]["cache"]] += 1
+
+    def wait_for_more(kind: str) -> None:
+        """Forty more requests of `kind`: those that were on their way before are among the first of them."""
+        enough = seen[kind] + 40
+        wait_for(lambda: seen[kind] >= enough or any(each.done() for each in loads))
+        for each in loads:
+            if each.done():
+                each.result()  # raises what ended it
+
+    try:
+        with ExitStack() as exits:
+            urls = [
+                exits.enter_context(running(folder / "artifact", folder / name, REDIS_URL=redis.url)).url
+                for name in ("one", "two")
+            ]
+            with httpx.Client(base_url=urls[0], timeout=30) as one, httpx.Client(base_url=urls[1], timeout=30) as two:
+                assert kind(one, ask("How high is the moon?")) == "miss"
+                wait_for(lambda: kind(two, ask("How high is the moon?")) == "exact")
+                assert kind(two, ask("how high is the moon")) == "semantic"
+            pool = exits.enter_context(ThreadPoolExecutor(4))
+            exits.callback(stop.set)
+            loads = [pool.submit(load, urls[index % 2], 3 * index) for index in range(4)]
+            wait_for_more("exact")
+            redis.kill()
+            wait_for_more("miss")
+            redis.start()
+            wait_for_more("exact")
+            stop.set()
+            for each in loads:
+                each.result()
+    finally:
+        redis.stop()

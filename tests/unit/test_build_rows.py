@@ -152,8 +152,8 @@ def test_tiers_of_cpu_go_from_cheap_to_dear() -> None:
         ),
         ("[models.orchestrator]", "[models.front]", r"models\.orchestrator is missing"),
         (
-            'engine = "encoder"',
-            'engine = "complexity"\nprecision = "fp32"',
+            'engine = "encoder"\nruntime = "onnxruntime"\nnum_threads = 1\nprecision = "int8_blockwise"',
+            'engine = "complexity"\nruntime = "onnxruntime"\nnum_threads = 1\nprecision = "fp32"',
             r"engine 'complexity' is for the model 'complexity' alone \(got embedding_encoder, complexity\)",
         ),
         (

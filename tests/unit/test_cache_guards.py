@@ -42,6 +42,7 @@ QUESTIONS = sorted({pair[side]["messages"][-1]["content"] for pair in PAIRS for 
         ("Who is the king of Spain?", "Who was the king of Spain?", "tense"),
         ("Translate it into French", "Translate it into German", "language"),
         ("Où est la gare ?", "Where is the station?", "language"),
+        ("Wie melde ich mich beim Newsletter an?", "Wie melde ich mich vom Newsletter ab?", "words"),
         ("Что такое гравитация?", "Что такое гравитация", "language"),
         ("a" * (MAX_CHARACTERS + 1), "a", "length"),
     ],
@@ -110,6 +111,51 @@ def test_accepted(cached: str, asked: str) -> None:
             "How many minutes does it take to fly?",
             "How long does it take to fly?",
             "How many hours does it take to fly?",
+        ),
+        # what to do, whichever way round it is told; a negation that stands elsewhere; what ends in a preposition
+        (
+            "What should I do if my car won't start?",
+            "My car won't start. What can I do?",
+            "My car starts. What can I do?",
+        ),
+        ("What should I do if I lose it?", "If I lose it, what do I do?", "What should I do until I lose it?"),
+        ("Why doesn't my printer print?", "Why does my printer not print?", "Why does my printer print?"),
+        ("Whom is the letter for?", "Whom is the letter for", "Whom is the letter from?"),
+        ("Who did she dance with?", "With whom did she dance?", "For whom did she dance?"),
+        ("What is it made of?", "what is it made of", "What is it made for?"),
+        # what it is about, said in front of the question
+        ("How do I fix a leaky tap?", "I have a leaky tap. How do I fix it?", "I have a broken tap. How do I fix it?"),
+        (
+            "How do I speed up my slow PC?",
+            "My PC is slow, how do I speed it up?",
+            "My PC is old, how do I speed it up?",
+        ),
+        ("My dog keeps eating grass. Why?", "Why is my dog eating grass?", "Why is my dog eating mud?"),
+        ("I want to sell it. How?", "I want to sell it, how is that done?", "I want to buy it, how is that done?"),
+        # amounts
+        ("Convert 5 miles to km", "How many kilometers are in 5 miles?", "How many miles are in 5 kilometers?"),
+        ("Convert $100 to EUR", "How much is 100 dollars in euros?", "How much is 100 euros in dollars?"),
+        ("How many calories are in an egg?", "What is the calorie count of an egg?", "How many calories are in a leg?"),
+        (
+            "How much does it cost to fix a screen?",
+            "What is the price of fixing a screen?",
+            "the price of fixing a door",
+        ),
+        ("How old must I be to vote?", "What is the minimum age for voting?", "What is the maximum age for voting?"),
+        # lists and instructions
+        ("What is the capital of Peru?", "Name the capital of Peru.", "Name the currency of Peru."),
+        ("What are the signs of flu?", "List the signs of flu.", "List the causes of flu."),
+        ("How do I write a will?", "Give me instructions for writing a will", "Give me reasons for writing a will"),
+        (
+            "I can't log in to my PC. What do I do?",
+            "I can't log into my PC, what do I do?",
+            "I can log into my PC, what now?",
+        ),
+        # politeness that is what the question is about
+        (
+            "How do you say please in Korean?",
+            "What's the Korean word for please?",
+            "What's the Korean word for thanks?",
         ),
         # typing errors
         ("Who painted the Mona Lisa?", "who paintd the mona lsia", "who painted the mona lena"),

@@ -21,6 +21,7 @@ from in_process import InProcessEngines, RecordingSink
 from tokenizers import Tokenizer
 
 from orchestrator.cache import stage
+from orchestrator.cache.guards import read
 from orchestrator.cache.key import Identity
 from orchestrator.cache.lookup import Lookup
 from orchestrator.cache.operations import operate
@@ -258,6 +259,24 @@ def test_an_embedder_that_is_slow_delays_nobody(bench: Bench, monkeypatch: pytes
     assert kind(bench.ask("What's the capital of France?")) == "semantic"  # the vector was made after the answer
 
 
+def test_a_question_is_read_while_its_vector_is_made(bench: Bench) -> None:
+    question = "How deep is the lake behind the third hill?"
+    bench.embed.delay_s = 0.05
+    asked = bench.embed.__call__
+    known: list[bool] = []
+
+    async def embed(text: str) -> Any:
+        vector = await asked(text)
+        before = read.cache_info().misses
+        read(text, "en")
+        known.append(read.cache_info().misses == before)
+        return vector
+
+    bench.cache._embed = embed
+    assert kind(bench.ask(question)) == "miss"
+    assert known == [True]
+
+
 def test_what_no_guard_reads_is_not_embedded(bench: Bench) -> None:
     for text in ("Какая столица Франции?", "What is it? " * 100):
         assert kind(bench.ask(text)) == "miss"
@@ -420,6 +439,30 @@ def test_keys_of_other_rights_share_no_answer_of_auto(bench: Bench) -> None:
 # --- single flight -------------------------------------------------------------------------------------------
 
 SLOW = script(text="one two three four five six seven eight", first_token_ms=30, itl_ms=10)
+
+
+def test_other_weights_share_no_answer(make_bench: Callable[..., Bench], root: Path, tmp_path: Path) -> None:
+    """One store, two artifacts that differ in one file's sha256, as servers of two builds on one Redis do."""
+
+    def build(name: str, changed: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        manifest = json.loads((root / "manifest.json").read_text())
+        manifest["files"][f"model_repository/{changed}"] = {"sha256": name, "bytes": 1}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        for part in ("tiers.toml", "model_repository"):
+            (folder / part).symlink_to(root / part)
+        return folder
+
+    first = make_bench()
+    assert kind(first.ask(model="simple")) == "miss" and kind(first.ask(model="simple")) == "exact"
+    for name, changed, expected in (
+        ("other-embedder", "embedding_encoder/1/model.onnx", "exact"),
+        ("other-weights", "llm_small/1/weights.bin", "miss"),
+    ):
+        second = Bench(build(name, changed), first.engines)
+        second.cache._lookup = first.cache._lookup
+        assert kind(second.ask(model="simple")) == expected
 
 
 def fly(bench: Bench, calls: list[tuple[Call, RecordingSink]], leave: dict[int, float] | None = None) -> None:
