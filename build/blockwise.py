@@ -40,7 +40,6 @@ def quantize_blockwise(path: Path) -> None:
             graph.graph.initializer.append(numpy_helper.from_array(codes, names[0]))
             graph.graph.initializer.append(numpy_helper.from_array(scales.reshape(-1).astype(np.float32), names[1]))
             matrices[names[0]] = matrix
-        attributes = {"K": num_inputs, "N": num_outputs, "bits": 8, "block_size": BLOCK}
         nodes.append(
             helper.make_node(
                 "MatMulNBits",
@@ -49,7 +48,10 @@ def quantize_blockwise(path: Path) -> None:
                 node.name,
                 domain=_DOMAIN,
                 accuracy_level=_INT8_PRODUCTS,
-                **attributes,
+                K=num_inputs,
+                N=num_outputs,
+                bits=8,
+                block_size=BLOCK,
             )
         )
     del graph.graph.node[:]
