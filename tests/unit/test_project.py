@@ -94,7 +94,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("doctor",),
     ("streaming", "infer_streams", "readiness", "routing", "onnx_session", "vision"),
     ("request", "engines", "limits", "quality"),
-    ("answer", "text_engine", "latencies", "replicas"),
+    ("answer", "text_engine", "latencies", "replicas", "token_lines"),
     ("generation", "embedding", "cache", "safety", "money", "voice"),
     ("cloud", "compression", "flight", "timeouts", "tracing"),
     ("backend",),
