@@ -21,6 +21,9 @@ TEXT: Ranges = ((0x9, 0xA), (0xD, 0xD), (0x20, 0x7E), (0xA0, 0xD7FF), (0xE000, 0
 # In UTF-8: the first code point that has so many bytes, and how many have the same first byte.
 _WIDTHS = ((0, 0x80), (0x80, 0x40), (0x800, 0x1000), (0x10000, 0x40000), (0x110000, 0))
 
+# The rule of nothing.
+_APART = "apart"
+
 # A class of characters beyond ASCII, with its count.
 _WIDE_CLASS = re.compile(r"\[[^]]*\\(?:u(?!00[0-7])|U)[^]]*\](?:[*+?]|\{[0-9,]+\})?")
 
@@ -62,12 +65,19 @@ def sequence(parts: Iterable[Part]) -> Part:
     return _limited(f"({' '.join(part.text for part in parts)})", sum(part.size for part in parts))
 
 
-def either(parts: Iterable[Part]) -> Part:
-    """One of them."""
+def either(parts: Iterable[Part], *, begin_apart: bool = False) -> Part:
+    """One of them; with `begin_apart` none can go on where another ends, as far as they begin alike.
+
+    Others are kept apart by an empty rule. xgrammar 0.1 joins what alternatives have in common at the beginning and at
+    the end, which makes a loop where both meet: for ``"abcabc" | "abc"`` it takes the text "abcabcabc".
+    """
     parts = list(dict.fromkeys(parts))
     if len(parts) == 1:
         return parts[0]
-    return _limited(f"({' | '.join(part.text for part in parts)})", sum(part.size for part in parts))
+    texts = [part.text for part in parts]
+    if not begin_apart and not all(part.size <= 1 and part.text[0] in '"[' for part in parts):
+        texts = [f"{_APART} {text}" for text in texts]
+    return _limited(f"({' | '.join(texts)})", sum(part.size for part in parts))
 
 
 def repeat(part: Part, low: int, high: int | None) -> Part:
@@ -116,7 +126,8 @@ def render(rules: Mapping[str, str], more: Mapping[str, str] | None = None) -> s
     text = "".join(f"{name} ::= {rule}\n" for name, rule in rules.items())
     text = _WIDE_CLASS.sub(lambda match: classes.setdefault(match[0], f"class{len(classes)}"), text)
     others = {name: rule for rule, name in classes.items()} | dict(more or {})
-    return text + "".join(f"{name} ::= {rule}\n" for name, rule in others.items())
+    text += "".join(f"{name} ::= {rule}\n" for name, rule in others.items())
+    return f'{text}{_APART} ::= ""\n' if f"{_APART} " in text else text
 
 
 def _split(first: int, last: int) -> list[tuple[int, int]]:

@@ -358,7 +358,10 @@ def _spell(ranges: Ranges) -> Part:
     """One character of these, as a JSON string has it."""
     parts = [one_of(plain)] if (plain := common(_UNESCAPED, ranges)) else []
     escaped = [code for code in _ESCAPES if common(ranges, ((code, code),))]
-    return either(parts + [literal("\\" + _ESCAPES[code]) for code in escaped]) if parts or escaped else one_of(())
+    if not parts and not escaped:
+        return one_of(())
+    # The escapes begin alike, and have two characters: none goes on where another ends.
+    return either(parts + [literal("\\" + _ESCAPES[code]) for code in escaped], begin_apart=True)
 
 
 def _json(value: Any) -> Part:

@@ -26,20 +26,23 @@ from orchestrator.errors import InvalidRequestError
 
 VOCAB_SIZE = 49152
 NUM_TOKENS = 40
-SEEDS = range(5)
+NUM_SEEDS = 5
 
-Generate = Callable[[Guide], Iterator[str]]
+Generate = Callable[..., Iterator[str]]
 
 
 @pytest.fixture(scope="module")
-def generate(artifact: Callable[[str], Path]) -> Generate:
-    folder = artifact("cpu") / "model_repository" / "llm_small" / "1" / "openvino"
-    tokenizer = genai.Tokenizer(str(folder))
+def tokenizer(artifact: Callable[[str], Path]) -> genai.Tokenizer:
+    return genai.Tokenizer(str(artifact("cpu") / "model_repository" / "llm_small" / "1" / "openvino"))
+
+
+@pytest.fixture(scope="module")
+def generate(tokenizer: genai.Tokenizer) -> Generate:
+    """Texts that came to their end, for so many seeds."""
     compiler = GuideCompiler(tokenizer, VOCAB_SIZE)
 
-    def generate(guide: Guide) -> Iterator[str]:
-        """Texts that came to their end."""
-        for seed in SEEDS:
+    def generate(guide: Guide, num_seeds: int = NUM_SEEDS) -> Iterator[str]:
+        for seed in range(num_seeds):
             token_ids = compiler.generate(guide, NUM_TOKENS, seed, may_end=True)
             if len(token_ids) < NUM_TOKENS:
                 text = tokenizer.decode(token_ids)
@@ -138,6 +141,26 @@ real_compiler = settings(max_examples=150, deadline=None, suppress_health_check=
 def test_a_class_beyond_ascii_after_a_group(generate: Generate, regex: str) -> None:
     for text in generate(Guide("regex", regex)):
         assert re.fullmatch(regex, text), text
+
+
+@pytest.mark.parametrize("regex", ["(?:(abc){2}|abc)", "abcabc|abc", "(?:(深){2}|深)", "(aba|a)+b", "x(aba|a|ab)"])
+def test_alternatives_with_a_beginning_and_an_end_in_common(generate: Generate, regex: str) -> None:
+    for text in generate(Guide("regex", regex), 40):
+        assert re.fullmatch(regex, text), text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": ["abcabc", "abc"]},
+        {"enum": [123123, 123]},
+        {"type": "number", "minimum": 1001},
+        {"enum": ["", "a", "aa"]},
+    ],
+)
+def test_values_with_a_beginning_and_an_end_in_common(generate: Generate, schema: dict[str, Any]) -> None:
+    for text in generate(Guide("json_schema", json.dumps(schema)), 40):
+        assert jsonschema_rs.is_valid(schema, json.loads(text)), text
 
 
 @pytest.mark.timeout(300)
