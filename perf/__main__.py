@@ -205,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("stagger", "first tokens of six streams that start 200 ms apart")
     command.add_argument("--rounds", type=_count, default=9, help="rounds of six streams")
     command = add("instrumentation", "what logging, counting, timing and tracing every request costs")
-    command.add_argument("--target", choices=("scripted", "cpu"), default="scripted", help="whose engine answers")
+    command.add_argument("--target", choices=("scripted", "cpu"), default="cpu", help="whose engine answers")
     command.add_argument("--pairs", type=_pairs, default=10, help="measurements with and without, at least 2")
     command.add_argument("--streams", type=_count, default=16, help="requests at once")
     command.add_argument("--tokens", type=_count, default=64, help="tokens of each stream")

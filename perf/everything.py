@@ -47,7 +47,7 @@ PARTS = (
     Part(("stagger",), ("cpu",), 2),
     Part(("cancel",), ("cpu",), 1),
     Part(("token-path",), ("scripted",), 2),
-    Part(("instrumentation",), ("scripted",), 2),
+    Part(("instrumentation",), ("cpu",), 4),
     Part(("soak", "--minutes", "10"), (), 11),
     Part(("litellm",), ("scripted",), 2),
     Part(("cache-speed",), (), 3),

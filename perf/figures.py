@@ -185,6 +185,15 @@ def _ocr(result: Result) -> list[Figure]:
     ]
 
 
+def _instrumentation(result: Result) -> list[Figure]:
+    cost = result["cost"]
+    what = (
+        f"tokens/s lost to logs, metrics and traces, {result['streams']} streams, target {result['target']}, "
+        f"{len(result['pairs'])} pairs, 95 % upper bound"
+    )
+    return [Figure(what, f"{cost['upper_95']:.1%} (mean {cost['mean']:.1%})", cost["upper_95"], "≤", 0.05)]
+
+
 # By the name of the file, in README's order.
 FIGURES: dict[str, Callable[[Result], list[Figure]]] = {
     "overhead": _overhead,
@@ -197,6 +206,7 @@ FIGURES: dict[str, Callable[[Result], list[Figure]]] = {
     "routing": _routing,
     "voice": _voice,
     "ocr": _ocr,
+    "instrumentation": _instrumentation,
 }
 
 

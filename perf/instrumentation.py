@@ -2,8 +2,8 @@
 
 Two servers of one artifact stand side by side. One has all of it, and a collector of traces in this process; the other
 has `TRITON_REALTIME_INSTRUMENTATION=off`. They are asked in turns, A B B A and so on, so that a machine that gets
-slower or faster meanwhile favours neither. The scripted engine makes tokens for nothing: with a real one the same cost
-is a smaller share.
+slower or faster meanwhile favours neither. With a real engine the cost is a share of an answer's time; the scripted one
+makes tokens for nothing.
 """
 
 from __future__ import annotations
