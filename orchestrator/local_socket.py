@@ -17,7 +17,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,17 @@ _LENGTH_BYTES = 4
 def socket_of(prefix: str, grpc_url: str, model: str, instance_name: str = "*") -> str:
     """Where a model of the Triton at `grpc_url` listens: an instance of it, or with "*" a pattern for all of them."""
     return f"{prefix}{grpc_url.rpartition(':')[2]}-{model}.{instance_name.removeprefix(f'{model}_')}.sock"
+
+
+@contextlib.contextmanager
+def making_socket(path: str) -> Iterator[None]:
+    """What binds a socket to `path` meanwhile makes one that only this user may open, in the place of what is there."""
+    Path(path).unlink(missing_ok=True)
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 class LocalCall:
@@ -151,12 +162,8 @@ async def listen(path: str, receive: Callable[[Any, LocalSink], Call | None]) ->
                 if not sink.is_over:
                     await call.cancel()
 
-    Path(path).unlink(missing_ok=True)
-    before = os.umask(0o177)
-    try:
+    with making_socket(path):
         return await asyncio.start_unix_server(converse, path, backlog=_BACKLOG)
-    finally:
-        os.umask(before)
 
 
 def _frame(message: Any) -> bytes:

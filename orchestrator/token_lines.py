@@ -17,7 +17,6 @@ import contextlib
 import glob
 import json
 import logging
-import os
 import socket
 import threading
 import uuid
@@ -28,6 +27,7 @@ from pathlib import Path
 
 from orchestrator.engines import Chunk
 from orchestrator.errors import EngineError
+from orchestrator.local_socket import making_socket
 
 log = logging.getLogger("orchestrator.engine")
 
@@ -46,13 +46,9 @@ class Subscribers:
     def __init__(self, path: str) -> None:
         """Listens at `path`, where only this user may connect. Raises `OSError`."""
         self._path = Path(path)
-        self._path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o177)
-        try:
+        with making_socket(path):
             self._listener.bind(path)
-        finally:
-            os.umask(before)
         self._listener.listen(_BACKLOG)
         self._subscribers: dict[str, Subscriber] = {}
         self._thread = threading.Thread(target=self._accept, name="subscribers", daemon=True)
