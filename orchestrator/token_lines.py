@@ -31,6 +31,9 @@ from orchestrator.local_socket import making_socket
 
 log = logging.getLogger("orchestrator.engine")
 
+# What comes of a request: its chunks, or that no more can come, though it goes on in the engine.
+Received = asyncio.Queue[Chunk | EngineError]
+
 # A line has some tokens of each live request; 512 requests of 64 KiB each would fill it.
 MAX_LINE_BYTES = 32 << 20
 _MAX_ID_BYTES = 64
@@ -137,7 +140,7 @@ class TokenLines:
         self._pattern = pattern
         self._joined: dict[str, _Joined] = {}  # by model
         self._joining: dict[str, asyncio.Lock] = {}
-        self._open: dict[str, tuple[str, asyncio.Queue[Chunk]]] = {}  # by request id: its model, what came
+        self._open: dict[str, tuple[str, Received]] = {}  # by request id: its model, what came
 
     async def join(self, model: str) -> str | None:
         """The id by which requests to `model` ask for lines; None where it has none.
@@ -169,9 +172,9 @@ class TokenLines:
             return subscriber_id
 
     @contextlib.contextmanager
-    def receive(self, model: str, request_id: str) -> Iterator[asyncio.Queue[Chunk]]:
-        """What comes of a request of `model`, which was joined, to its finished chunk."""
-        queue: asyncio.Queue[Chunk] = asyncio.Queue()
+    def receive(self, model: str, request_id: str) -> Iterator[Received]:
+        """What comes of a request of `model`, which was joined, to its finished chunk or an error."""
+        queue: Received = asyncio.Queue()
         self._open[request_id] = (model, queue)
         try:
             yield queue
@@ -186,7 +189,7 @@ class TokenLines:
             await asyncio.wait(readers)
 
     async def _read(self, model: str, reader: asyncio.StreamReader) -> None:
-        failure = "the engine model ended"
+        failure = f"the engine model hung up: it ended, or was not listened to for {TIMEOUT_S:g} s"
         try:
             while (line := await reader.readline()).endswith(b"\n"):
                 for request_id, fields in json.loads(line).items():
@@ -206,7 +209,7 @@ class TokenLines:
             reader.cancel()
         for of_model, queue in self._open.values():
             if of_model == model:
-                queue.put_nowait(Chunk([], finished=True, error=failure))
+                queue.put_nowait(EngineError(failure))
 
 
 def _hang_up(writer: asyncio.StreamWriter, _: object) -> None:

@@ -22,7 +22,7 @@ from orchestrator import contracts
 from orchestrator.engines import Chunk, EngineRequest, Lora
 from orchestrator.errors import EngineError
 from orchestrator.infer_streams import InferStream, InferStreams
-from orchestrator.token_lines import TokenLines
+from orchestrator.token_lines import Received, TokenLines
 from orchestrator.triton.lora import NOT_CACHED, LoraTensors, add_lora, read_lora
 from orchestrator.wire import add_row, add_string, find_output, is_end, new_request, stop_request
 
@@ -85,7 +85,7 @@ class GrpcEngineClient:
         message = build_request(model, request, tensors)
         subscriber_id = None if self._lines is None else await self._lines.join(model)
         with contextlib.ExitStack() as open_lines:
-            lines: asyncio.Queue[Chunk] | None = None
+            lines: Received | None = None
             if self._lines is not None and subscriber_id is not None:
                 message.parameters[contracts.TOKEN_LINES_PARAMETER].string_param = subscriber_id
                 lines = open_lines.enter_context(self._lines.receive(model, request.request_id))
@@ -135,15 +135,21 @@ class GrpcEngineClient:
                 log_probs = np.frombuffer(raw, dtype=np.float32)[-len(token_ids) :].tolist()
         return Chunk(token_ids, is_end(response), log_probs=log_probs)
 
-    async def _take(self, lines: asyncio.Queue[Chunk], stream: InferStream) -> Chunk:
-        """The next chunk, by lines. Who gives up waiting does not wait for the engine either: it may hang."""
+    async def _take(self, lines: Received, stream: InferStream) -> Chunk:
+        """The next chunk, by lines. Who gives up waiting does not wait for the engine either: it may hang.
+
+        Raises `EngineError` when lines were lost.
+        """
         try:
-            return await lines.get()
+            received = await lines.get()
         except asyncio.CancelledError:
             stream.give_up()
             raise
+        if isinstance(received, EngineError):
+            raise received
+        return received
 
-    async def _watch(self, stream: InferStream, request_id: str, lines: asyncio.Queue[Chunk]) -> None:
+    async def _watch(self, stream: InferStream, request_id: str, lines: Received) -> None:
         """What Triton has to say of a request whose tokens come by lines: that it is refused, or lost."""
         try:
             response = await stream.receive()

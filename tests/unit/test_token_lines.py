@@ -183,8 +183,9 @@ def test_when_the_engine_model_ends_so_do_its_requests_and_the_next_joins_anew(p
         before = await lines.join(MODEL)
         with lines.receive(MODEL, "a") as queue, lines.receive("other", "b") as other:
             await asyncio.to_thread(listening.close)
-            assert await drain(queue) == [Chunk([], True, "the engine model ended")]
-            assert other.empty()
+            lost = await queue.get()
+            assert isinstance(lost, EngineError) and "it ended, or was not listened to for 2 s" in lost.message
+            assert queue.empty() and other.empty()
         with subscribers(path_of(prefix)) as again:
             after = await lines.join(MODEL)
             assert after is not None and after != before
@@ -356,6 +357,23 @@ def test_who_leaves_waits_until_the_engine_has_let_go(prefix: str) -> None:
         say(setting.listening, subscriber_id, id=Chunk([], finished=True))  # which nobody reads
         setting.triton.respond()  # of the request
         await leaving
+
+    play(prefix, scenario)
+
+
+def test_when_lines_are_lost_the_engine_is_stopped_at_once(prefix: str) -> None:
+    """It goes on with what nobody hears: an orchestrator that was held up is cut off, and the request is not over."""
+
+    async def scenario(setting: Setting) -> None:
+        asking = asyncio.create_task(setting.ask())
+        subscriber = setting.listening.find(await setting.request())
+        assert subscriber is not None
+        subscriber.close()
+        assert await setting.request() == "stop"
+        setting.triton.respond()  # of the stop
+        setting.triton.respond()  # of the request
+        with pytest.raises(EngineError, match="the engine model hung up"):
+            await asking
 
     play(prefix, scenario)
 
