@@ -13,12 +13,14 @@ from grpc import aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from orchestrator import contracts
+from orchestrator.boot_key import REFUSAL, REFUSED, find_boot_key, unlock
 from orchestrator.errors import CancelledError, ConnectionLostError, EngineError
 from orchestrator.local_socket import SOCKETS_VARIABLE, LocalCall, socket_of
 from orchestrator.wire import cancel_request, error_response, is_end, mark_end
 
 # How long the orchestrator gets to end a request that nobody waits for. It takes one decode step.
 CANCEL_TIMEOUT_S = 10.0
+_CHECK_TIMEOUT_S = 2.0
 # Sockets that are kept for the next requests; a new one costs 0.2 ms, and each is an open file on both sides.
 MAX_IDLE_SOCKETS = 16
 # A Triton that was started again is found within a second; gRPC's own pauses grow up to two minutes.
@@ -38,11 +40,13 @@ class InferStreams:
         """`url` is host:port of Triton's gRPC service; nothing is sent before the first request.
 
         `on_lost` is called for each request that ends because Triton is gone, or cannot be reached. Where this process
-        is told of its orchestrator's sockets (`local_socket`), the orchestrator is reached by them.
+        is told of its orchestrator's sockets (`local_socket`), the orchestrator is reached by them; Triton itself with
+        the boot key, if there is one. Raises `ConfigError` when that cannot be one.
         """
         self.num_live = 0
         self.on_lost = on_lost
         self._url = url
+        self._key = find_boot_key(os.environ)
         sockets = os.environ.get(SOCKETS_VARIABLE)
         self._sockets = sockets and socket_of(sockets, url, contracts.ORCHESTRATOR_MODEL)
         self._channel: aio.Channel | None = None
@@ -55,7 +59,7 @@ class InferStreams:
         """All other calls of Triton's service."""
         if self._channel is None:
             self._channel = aio.insecure_channel(self._url, _OPTIONS)
-            self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+            self._stub = unlock(service_pb2_grpc.GRPCInferenceServiceStub(self._channel), self._key)
         return self._stub
 
     def borrow(self, model: str) -> InferStream:
@@ -94,13 +98,16 @@ class InferStreams:
     async def infer(self, request: Any) -> Any:
         """The `ModelInferResponse` of a model that is not decoupled; see `ask_once`.
 
-        Raises `aio.AioRpcError` when Triton refuses it, `ConnectionLostError` when it is gone.
+        Raises `aio.AioRpcError` when Triton refuses it, `ConnectionLostError` when it is gone, `EngineError` when its
+        boot key is another one.
         """
         self.num_live += 1
         try:
             return await self.stub.ModelInfer(request)
         except aio.AioRpcError as error:
             assert self._channel is not None
+            if _is_locked_out(error):
+                raise EngineError(REFUSED) from error
             # Triton itself answers UNAVAILABLE too, of a model whose queue is full.
             is_lost = error.code() is grpc.StatusCode.UNAVAILABLE
             if is_lost and self._channel.get_state() is not grpc.ChannelConnectivity.READY:
@@ -109,6 +116,17 @@ class InferStreams:
             raise
         finally:
             self.num_live -= 1
+
+    async def check_key(self) -> None:
+        """Raises `EngineError` when Triton refuses the boot key of this process.
+
+        Of a stream that it refuses gRPC may say no more than that it broke: when a write meets the end.
+        """
+        try:
+            await self.stub.ModelInfer(service_pb2.ModelInferRequest(), timeout=_CHECK_TIMEOUT_S)
+        except aio.AioRpcError as error:
+            if _is_locked_out(error):
+                raise EngineError(REFUSED) from error
 
     async def close(self) -> None:
         """End every stream."""
@@ -193,8 +211,14 @@ class InferStream:
     def _broke(self, why: object, *, is_lost: bool) -> EngineError:
         self._is_broken = True
         if isinstance(why, aio.AioRpcError):
+            if _is_locked_out(why):
+                return EngineError(REFUSED)
             why = f"{why.code().name}: {why.details()}"
         return (ConnectionLostError if is_lost else EngineError)(f"the stream to Triton broke: {why}")
+
+
+def _is_locked_out(error: aio.AioRpcError) -> bool:
+    return (error.details() or "").startswith(REFUSAL)
 
 
 class Responses:
@@ -252,7 +276,9 @@ class Responses:
                 self._giving_up.cancel()
 
     async def _move(self, broken: InferStream, error: ConnectionLostError) -> InferStream:
-        """A stream to another Triton; raises `error` where there is none, or nobody waits."""
+        """A stream to another Triton; raises `error` where there is none, or nobody waits, or what `check_key` does."""
+        if not broken.is_local:
+            await self._streams.check_key()
         other = None if self._is_cancelled else self._instead()
         if other is None:
             raise error

@@ -25,8 +25,8 @@ from typing import Any
 
 from build.fetch import cache_folder
 from build.locks import lock
+from orchestrator.boot_key import GRPC_HEADER
 from perf.errors import PerfError
-from perf.processes import descendants
 from perf.report import say
 from perf.stats import percentile
 
@@ -36,8 +36,6 @@ OWN_WHEEL = ("perf-analyzer", "2.60.0", "manylinux_2_38_x86_64")
 _OWN_GLIBC = (2, 38)
 # What the client's binary is linked with and no Debian has by default; nvidia-pytriton's wheel carries both.
 _LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
-# Of Triton's gRPC service (`--grpc-restricted-protocol`): the header by which callers of locked APIs are known.
-_GRPC_KEY_PREFIX = "triton-grpc-protocol-"
 # Its three windows are always taken, whatever they hold: an unstable level is told as such, not thrown away.
 NUM_WINDOWS = 3
 _ANY_STABILITY = "1000000"
@@ -145,21 +143,6 @@ def _checked(analyzer: Analyzer) -> Analyzer:
     return analyzer
 
 
-def control_header(serve_pid: int) -> str:
-    """The header, as gRPC metadata, that opens the locked APIs of the Triton below `serve_pid`.
-
-    perf_analyzer asks for a model's configuration and statistics, which are locked; Triton has the key in its command
-    line. Raises `PerfError` when there is no such Triton.
-    """
-    for pid in descendants(serve_pid):
-        for argument in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0"):
-            flag, _, value = argument.partition("=")
-            if flag == "--grpc-restricted-protocol":
-                name, _, key = value.rpartition(":")[2].partition("=")
-                return f"{_GRPC_KEY_PREFIX}{name}:{key}"
-    raise PerfError(f"serve, process {serve_pid}: no Triton with locked APIs below it")
-
-
 @dataclass(frozen=True)
 class Subject:
     """A model under load: `inputs` is a file of perf_analyzer's `--input-data`; `grpc_url` is host:port.
@@ -171,14 +154,15 @@ class Subject:
     model: str
     inputs: Path
     grpc_url: str
-    header: str
+    boot_key: str
     is_decoupled: bool = False
     is_sequence: bool = False
     is_bulky: bool = False
 
     def command(self, analyzer: Analyzer, level: Level, window_ms: int, folder: Path, num_sequences: int) -> list[str]:
         return [
-            *(str(analyzer.program), "-v", "-m", self.model, "-i", "grpc", "-u", self.grpc_url, "-H", self.header),
+            *(str(analyzer.program), "-v", "-m", self.model, "-i", "grpc", "-u", self.grpc_url),
+            *("-H", f"{GRPC_HEADER}:{self.boot_key}"),
             *("--async", f"--input-data={self.inputs}", "-f", str(folder / _SUMMARY)),
             *(f"--measurement-interval={window_ms}", f"--stability-percentage={_ANY_STABILITY}"),
             f"--max-trials={NUM_WINDOWS}",

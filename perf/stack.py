@@ -18,7 +18,7 @@ from typing import Any
 from orchestrator.config import Tier, load_tiers
 from orchestrator.streaming.tokenizer import ChatTokenizer
 from perf.errors import PerfError
-from perf.processes import stop
+from perf.processes import descendants, stop
 from perf.report import say
 
 READY_TIMEOUT_S = 120.0
@@ -47,6 +47,10 @@ class Stack:
         replicas: list[dict[str, Any]] = facts["replicas"]
         return replicas
 
+    def boot_key(self) -> str:
+        """What opens Triton's own ports, as `boot_key_below`."""
+        return boot_key_below(self.serve_pid)
+
     @property
     def tier(self) -> Tier:
         """The cheapest one, which is asked."""
@@ -56,6 +60,15 @@ class Stack:
         if self.tier.tokenizer is None:
             raise PerfError(f"tier {self.tier.name!r} is a cloud tier; the cheapest must be an engine's to be measured")
         return ChatTokenizer.load(self.artifact / self.tier.tokenizer)
+
+
+def boot_key_below(serve_pid: int) -> str:
+    """The key of the Triton below `serve_pid`, out of its command line; raises `PerfError` when there is none."""
+    for pid in descendants(serve_pid):
+        for argument in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0"):
+            if argument.startswith("--grpc-restricted-protocol="):
+                return argument.rpartition("=")[2]
+    raise PerfError(f"serve, process {serve_pid}: no Triton with locked APIs below it")
 
 
 def find_artifact(artifacts: Path, target: str) -> Path:

@@ -23,7 +23,7 @@ from orchestrator.contracts import (
     OCR_DETECTOR_MODEL,
     OCR_RECOGNIZER_MODEL,
 )
-from perf.analyzer import Analyzer, Level, Subject, control_header, find_analyzer
+from perf.analyzer import Analyzer, Level, Subject, find_analyzer
 from perf.analyzer_inputs import write_inputs
 from perf.errors import PerfError
 from perf.report import format_table, say
@@ -83,7 +83,7 @@ def sweep(
     """See `triton`."""
     measured: dict[str, dict[str, Any]] = {}
     result: dict[str, Any] = {"command": "triton", "perf_analyzer": analyzer.version, "models": measured}
-    header = control_header(stack.serve_pid)
+    boot_key = stack.boot_key()
     numbers = itertools.count(0, _PROMPTS_A_LEVEL)
     try:
         with tempfile.TemporaryDirectory(prefix="perf-triton-") as folder:
@@ -94,7 +94,7 @@ def sweep(
                     model,
                     inputs,
                     stack.triton_grpc_url,
-                    header,
+                    boot_key,
                     is_decoupled=config.model_transaction_policy.decoupled,
                     is_sequence=config.HasField("sequence_batching"),
                     is_bulky=model in _BULKY,

@@ -19,6 +19,7 @@ from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.boot_key import BOOT_KEY_VARIABLE, HTTP_HEADER
 from orchestrator.contracts import FORWARDED_HEADERS, GRPC_URL_VARIABLE
 from orchestrator.triton.ports import LOOPBACK, Ports
 from orchestrator.triton.process import StartError
@@ -26,11 +27,10 @@ from orchestrator.triton.process import StartError
 _PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _STUB = "triton_python_backend_stub"
 
-# Open: health, metadata and, over gRPC, inference. Everything else can change what the server runs or watch what it
-# does. Both protocols get the whole list, because restricting one leaves the other open. Over HTTP inference is shut as
-# well: any web page can post there, and Triton 2.51 crashes on bodies of many chunks before it reads a word of them.
-RESTRICTED_APIS = ("model-repository", "model-config", "shared-memory", "trace", "logging", "statistics")
-_RESTRICTED_KEY_HEADER = "x-triton-realtime-key"
+# Open: health and metadata. Everything else can change what the server runs, watch what it does, or passes keys and
+# quotas by. Both protocols get the whole list, because restricting one leaves the other open. Over HTTP any web page
+# could ask for an inference too, and Triton 2.51 crashes on bodies of many chunks before it reads a word of them.
+RESTRICTED_APIS = ("inference", "model-repository", "model-config", "shared-memory", "trace", "logging", "statistics")
 
 # Exactly our headers: Triton matches anywhere in the name (RE2 PartialMatch), hence the anchors.
 HEADER_PATTERN = f"(?i)^({'|'.join(FORWARDED_HEADERS)})$"
@@ -97,7 +97,7 @@ def launch(
     ports: Ports,
     backends: Path | None,
     shm_prefix: str,
-    restricted_key: str,
+    boot_key: str,
     exit_timeout_s: int,
     environ: Mapping[str, str],
 ) -> TritonLaunch:
@@ -107,12 +107,12 @@ def launch(
 
     Neither `backends` nor `model_repository` may have characters that mean something to a shell (`shell_safe`).
     `shm_prefix` begins the names of everything it puts into /dev/shm.
-    `restricted_key` is what callers of the restricted APIs must send. Triton takes it on its command line alone, which
-    all users of the machine can read (/proc/<pid>/cmdline): it keeps out who reaches the port, not who is logged in.
+    `boot_key` is what callers of the restricted APIs must send; the models find it in their environment. Triton takes
+    it on its command line alone, which all users of the machine can read (/proc/<pid>/cmdline): it keeps out who
+    reaches the port, not who is logged in.
     Raises `StartError` when the Python stub's libpython cannot be found.
     """
-    restricted = f"{','.join(RESTRICTED_APIS)}:{_RESTRICTED_KEY_HEADER}={restricted_key}"
-    restricted_http = f"inference,{restricted}"
+    restricted = f"{','.join(RESTRICTED_APIS)}:{HTTP_HEADER}={boot_key}"
     command = [
         str(install.binary),
         f"--model-repository={model_repository}",
@@ -126,7 +126,7 @@ def launch(
         f"--metrics-port={ports.triton_metrics}",
         f"--http-header-forward-pattern={HEADER_PATTERN}",
         f"--grpc-header-forward-pattern={HEADER_PATTERN}",
-        f"--http-restricted-api={restricted_http}",
+        f"--http-restricted-api={restricted}",
         f"--grpc-restricted-protocol={restricted}",
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
         f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
@@ -136,6 +136,7 @@ def launch(
     env = dict(environ)
     env["PATH"] = _search_path(Path(sys.executable).parent, environ.get("PATH"))
     env["PYTHONUNBUFFERED"] = "1"
+    env[BOOT_KEY_VARIABLE] = boot_key
     env[GRPC_URL_VARIABLE] = f"{LOOPBACK}:{ports.triton_grpc}"
     if backends is not None:
         command.append(f"--backend-directory={backends}")

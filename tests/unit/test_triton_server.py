@@ -103,7 +103,7 @@ def launch_at(
         ports=Ports(1, 2, 3, 4, 5),
         backends=gather_backends(install, more, tmp_path / "backends"),
         shm_prefix="prefix-",
-        restricted_key="secret",
+        boot_key="secret",
         exit_timeout_s=7,
         environ=environ,
     )
@@ -111,7 +111,8 @@ def launch_at(
 
 def test_command_line(tmp_path: Path) -> None:
     launched = launch_at(tmp_path, TritonInstall(Path("/t/tritonserver"), "PATH"), {"PATH": "/bin"})
-    restricted = "model-repository,model-config,shared-memory,trace,logging,statistics:x-triton-realtime-key=secret"
+    apis = "inference,model-repository,model-config,shared-memory,trace,logging,statistics"
+    restricted = f"{apis}:x-triton-realtime-key=secret"
     assert launched.command[0] == "/t/tritonserver"
     assert {
         f"--model-repository={tmp_path}/model_repository",
@@ -122,7 +123,7 @@ def test_command_line(tmp_path: Path) -> None:
         "--http-port=2",
         "--grpc-port=3",
         "--metrics-port=4",
-        f"--http-restricted-api=inference,{restricted}",
+        f"--http-restricted-api={restricted}",
         f"--grpc-restricted-protocol={restricted}",
         "--backend-config=python,shm-region-prefix-name=prefix-",
         "--exit-timeout-secs=7",
@@ -130,6 +131,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert launched.env == {
         "PATH": f"{Path(sys.executable).parent}:/bin",
         "PYTHONUNBUFFERED": "1",
+        "TRITON_REALTIME_BOOT_KEY": "secret",
         "TRITON_REALTIME_GRPC_URL": "127.0.0.1:3",
     }
 
