@@ -12,15 +12,15 @@ import numpy as np
 import tritonclient.grpc as triton
 
 
-def stream(url: str, request: dict, ca: str | None = None):
+def stream(url: str, request: dict, ca: str | None = None, headers: dict[str, str] | None = None):
     """Yield the orchestrator's events for one OpenAI chat-completion request; raises its error.
 
-    `ca` is a file with the certificates to trust; with it the connection uses TLS.
+    `ca` is a file with the certificates to trust; with it the connection uses TLS. `headers` go as gRPC metadata.
     """
     responses: queue.Queue = queue.Queue()
     with triton.InferenceServerClient(url, ssl=ca is not None, root_certificates=ca) as client:
         client.is_server_live()  # says what is wrong when there is none
-        client.start_stream(lambda result, error: responses.put((result, error)))
+        client.start_stream(lambda result, error: responses.put((result, error)), headers=headers)
         body = triton.InferInput("request", [1], "BYTES")
         body.set_data_from_numpy(np.array([json.dumps(request)], dtype=np.object_))
         # The empty final response tells when a decoupled model has said everything.
@@ -44,10 +44,12 @@ def main() -> None:
     parser.add_argument("question", nargs="?", default="What is the capital of France? Answer in one sentence.")
     parser.add_argument("--url", default="127.0.0.1:9001", help="the gRPC front's address (%(default)s)")
     parser.add_argument("--ca", metavar="PEM", help="use TLS, and trust these certificates")
+    parser.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="such as authorization")
     args = parser.parse_args()
+    headers = dict(header.split(":", 1) for header in args.header)
     request = {"model": "auto", "messages": [{"role": "user", "content": args.question}], "stream": True}
     try:
-        for event in stream(args.url, request, args.ca):
+        for event in stream(args.url, request, args.ca, headers):
             for choice in event["choices"]:
                 print(choice["delta"].get("content", ""), end="", flush=True)
             if "rt" in event:

@@ -13,8 +13,8 @@ from grpc import aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from orchestrator import contracts
-from orchestrator.boot_key import REFUSAL, REFUSED, find_boot_key, unlock
 from orchestrator.errors import CancelledError, ConnectionLostError, EngineError
+from orchestrator.inference_key import LOCKED_OUT, REFUSAL, find_inference_key, unlock
 from orchestrator.local_socket import SOCKETS_VARIABLE, LocalCall, socket_of
 from orchestrator.wire import cancel_request, error_response, is_end, mark_end
 
@@ -41,12 +41,12 @@ class InferStreams:
 
         `on_lost` is called for each request that ends because Triton is gone, or cannot be reached. Where this process
         is told of its orchestrator's sockets (`local_socket`), the orchestrator is reached by them; Triton itself with
-        the boot key, if there is one. Raises `ConfigError` when that cannot be one.
+        the inference key, if there is one. Raises `ConfigError` when that cannot be one.
         """
         self.num_live = 0
         self.on_lost = on_lost
         self._url = url
-        self._key = find_boot_key(os.environ)
+        self._key = find_inference_key(os.environ)
         sockets = os.environ.get(SOCKETS_VARIABLE)
         self._sockets = sockets and socket_of(sockets, url, contracts.ORCHESTRATOR_MODEL)
         self._channel: aio.Channel | None = None
@@ -99,7 +99,7 @@ class InferStreams:
         """The `ModelInferResponse` of a model that is not decoupled; see `ask_once`.
 
         Raises `aio.AioRpcError` when Triton refuses it, `ConnectionLostError` when it is gone, `EngineError` when its
-        boot key is another one.
+        key is another one.
         """
         self.num_live += 1
         try:
@@ -107,7 +107,7 @@ class InferStreams:
         except aio.AioRpcError as error:
             assert self._channel is not None
             if _is_locked_out(error):
-                raise EngineError(REFUSED) from error
+                raise EngineError(LOCKED_OUT) from error
             # Triton itself answers UNAVAILABLE too, of a model whose queue is full.
             is_lost = error.code() is grpc.StatusCode.UNAVAILABLE
             if is_lost and self._channel.get_state() is not grpc.ChannelConnectivity.READY:
@@ -118,7 +118,7 @@ class InferStreams:
             self.num_live -= 1
 
     async def check_key(self) -> None:
-        """Raises `EngineError` when Triton refuses the boot key of this process.
+        """Raises `EngineError` when Triton does not take the key of this process.
 
         Of a stream that it refuses gRPC may say no more than that it broke: when a write meets the end.
         """
@@ -126,7 +126,7 @@ class InferStreams:
             await self.stub.ModelInfer(service_pb2.ModelInferRequest(), timeout=_CHECK_TIMEOUT_S)
         except aio.AioRpcError as error:
             if _is_locked_out(error):
-                raise EngineError(REFUSED) from error
+                raise EngineError(LOCKED_OUT) from error
 
     async def close(self) -> None:
         """End every stream."""
@@ -212,7 +212,7 @@ class InferStream:
         self._is_broken = True
         if isinstance(why, aio.AioRpcError):
             if _is_locked_out(why):
-                return EngineError(REFUSED)
+                return EngineError(LOCKED_OUT)
             why = f"{why.code().name}: {why.details()}"
         return (ConnectionLostError if is_lost else EngineError)(f"the stream to Triton broke: {why}")
 

@@ -18,14 +18,13 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from build.fetch import cache_folder
 from build.locks import lock
-from orchestrator.boot_key import GRPC_HEADER
 from perf.errors import PerfError
 from perf.report import say
 from perf.stats import percentile
@@ -146,6 +145,7 @@ def _checked(analyzer: Analyzer) -> Analyzer:
 @dataclass(frozen=True)
 class Subject:
     """A model under load: `inputs` is a file of perf_analyzer's `--input-data`; `grpc_url` is host:port.
+    `headers` are the metadata that open it.
 
     Of one that `is_bulky` perf_analyzer exports no single requests, for it keeps all that they hold, in 16 bytes a
     number: pixels of a few seconds were 8 GB.
@@ -154,7 +154,7 @@ class Subject:
     model: str
     inputs: Path
     grpc_url: str
-    boot_key: str
+    headers: Mapping[str, str]
     is_decoupled: bool = False
     is_sequence: bool = False
     is_bulky: bool = False
@@ -162,7 +162,7 @@ class Subject:
     def command(self, analyzer: Analyzer, level: Level, window_ms: int, folder: Path, num_sequences: int) -> list[str]:
         return [
             *(str(analyzer.program), "-v", "-m", self.model, "-i", "grpc", "-u", self.grpc_url),
-            *("-H", f"{GRPC_HEADER}:{self.boot_key}"),
+            *(flag for header in self.headers.items() for flag in ("-H", ":".join(header))),
             *("--async", f"--input-data={self.inputs}", "-f", str(folder / _SUMMARY)),
             *(f"--measurement-interval={window_ms}", f"--stability-percentage={_ANY_STABILITY}"),
             f"--max-trials={NUM_WINDOWS}",
@@ -174,7 +174,7 @@ class Subject:
     def measure(self, analyzer: Analyzer, level: Level, window_ms: int, num_sequences: int = 4) -> dict[str, Any]:
         """`read_export`, or `read_summary` of a bulky one, of one run.
 
-        Raises `PerfError` with its last words, which never hold the key.
+        Raises `PerfError` with its last words, which never hold a key.
         """
         with tempfile.TemporaryDirectory(prefix="perf-") as scratch:
             folder = Path(scratch)

@@ -13,8 +13,8 @@ import grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from orchestrator import contracts
-from orchestrator.boot_key import unlock
 from orchestrator.engines import EngineRequest
+from orchestrator.inference_key import unlock
 from orchestrator.triton.engine_client import build_request
 from orchestrator.wire import find_output
 from perf.errors import PerfError
@@ -27,11 +27,11 @@ class EngineClient:
     look slower and what we add to it smaller.
     """
 
-    def __init__(self, url: str, model: str, boot_key: str) -> None:
+    def __init__(self, url: str, model: str, key: str) -> None:
         self._model = model
         self._channel = grpc.insecure_channel(url)
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        stub = unlock(service_pb2_grpc.GRPCInferenceServiceStub(self._channel), boot_key)
+        stub = unlock(service_pb2_grpc.GRPCInferenceServiceStub(self._channel), key)
         self._responses = stub.ModelStreamInfer(iter(self._requests.get, None))
 
     def __enter__(self) -> EngineClient:

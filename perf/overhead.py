@@ -68,7 +68,7 @@ def measure(
     urls = {"gateway": stack.gateway_url, **(proxies or {})}
     times: dict[str, list[float]] = {name: [] for name in (*urls, "engine")}
     with ExitStack() as opened:
-        engine = opened.enter_context(EngineClient(stack.triton_grpc_url, stack.tier.model, stack.boot_key()))
+        engine = opened.enter_context(EngineClient(stack.triton_grpc_url, stack.tier.model, stack.inference_key()))
         http = {name: opened.enter_context(SseConnection(url)) for name, url in urls.items()}
 
         def ask(name: str, text: str, token_ids: list[int]) -> float:

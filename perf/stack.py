@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import Tier, load_tiers
+from orchestrator.inference_key import GRPC_PREFIX, INFERENCE_KEY_METADATA
 from orchestrator.streaming.tokenizer import ChatTokenizer
 from perf.errors import PerfError
 from perf.processes import descendants, stop
@@ -47,9 +48,12 @@ class Stack:
         replicas: list[dict[str, Any]] = facts["replicas"]
         return replicas
 
-    def boot_key(self) -> str:
-        """What opens Triton's own ports, as `boot_key_below`."""
-        return boot_key_below(self.serve_pid)
+    def triton_keys(self) -> dict[str, str]:
+        """As `triton_keys_below`."""
+        return triton_keys_below(self.serve_pid)
+
+    def inference_key(self) -> str:
+        return self.triton_keys()[INFERENCE_KEY_METADATA]
 
     @property
     def tier(self) -> Tier:
@@ -62,12 +66,20 @@ class Stack:
         return ChatTokenizer.load(self.artifact / self.tier.tokenizer)
 
 
-def boot_key_below(serve_pid: int) -> str:
-    """The key of the Triton below `serve_pid`, out of its command line; raises `PerfError` when there is none."""
+def triton_keys_below(serve_pid: int) -> dict[str, str]:
+    """What opens the Triton below `serve_pid`, as gRPC metadata, out of its command line.
+
+    Raises `PerfError` when there is no such Triton.
+    """
     for pid in descendants(serve_pid):
-        for argument in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0"):
-            if argument.startswith("--grpc-restricted-protocol="):
-                return argument.rpartition("=")[2]
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        keys = [
+            argument.rpartition(":")[2].split("=", 1)
+            for argument in arguments
+            if argument.startswith("--grpc-restricted-protocol=")
+        ]
+        if keys:
+            return {GRPC_PREFIX + name: key for name, key in keys}
     raise PerfError(f"serve, process {serve_pid}: no Triton with locked APIs below it")
 
 

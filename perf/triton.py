@@ -83,7 +83,7 @@ def sweep(
     """See `triton`."""
     measured: dict[str, dict[str, Any]] = {}
     result: dict[str, Any] = {"command": "triton", "perf_analyzer": analyzer.version, "models": measured}
-    boot_key = stack.boot_key()
+    keys = stack.triton_keys()  # perf_analyzer asks for configurations and statistics too
     numbers = itertools.count(0, _PROMPTS_A_LEVEL)
     try:
         with tempfile.TemporaryDirectory(prefix="perf-triton-") as folder:
@@ -94,7 +94,7 @@ def sweep(
                     model,
                     inputs,
                     stack.triton_grpc_url,
-                    boot_key,
+                    keys,
                     is_decoupled=config.model_transaction_policy.decoupled,
                     is_sequence=config.HasField("sequence_batching"),
                     is_bulky=model in _BULKY,

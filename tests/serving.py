@@ -19,9 +19,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import tritonclient.grpc as triton
 from standins.dress import dress, write_machine
 
 from build.rows import load_target
+from orchestrator.inference_key import INFERENCE_KEY_METADATA
+from perf.stack import triton_keys_below
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 180.0
@@ -98,6 +101,19 @@ class Stack:
         self.front_url: str = facts["grpc_front_url"]
         # What is asked is generated: only tests of the cache, which have clients of their own, want stored answers.
         self._http = httpx.Client(base_url=self.url, timeout=30.0, headers={"cache-control": "no-store"})
+
+    # --- Triton itself ---
+
+    @property
+    def inference_key(self) -> str:
+        return triton_keys_below(self.process.pid)[INFERENCE_KEY_METADATA]
+
+    def triton_client(self) -> triton.InferenceServerClient:
+        """Of Triton's own port, with the key of inference."""
+        client = triton.InferenceServerClient(self.grpc_url)
+        headers = {INFERENCE_KEY_METADATA: self.inference_key}
+        client.register_plugin(lambda request: request.headers.update(headers))
+        return client
 
     # --- requests ---
 

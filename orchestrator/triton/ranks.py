@@ -55,7 +55,8 @@ def choose_ranks(engines: Sequence[TrtllmEngine]) -> Ranks:
 def start_with(launched: TritonLaunch, ranks: Ranks, shm_prefix: str) -> TritonLaunch:
     """`launched`, one Triton by itself, as `ranks` says.
 
-    Never log its command: it holds the key. `shm_prefix` is what the first server was given; the others' begin with it.
+    Never log its command: it holds the keys. `shm_prefix` is what the first server was given; the others' begin with
+    it.
     """
     command = launched.command
     if ranks.uses_llmapi:

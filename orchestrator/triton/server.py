@@ -19,18 +19,20 @@ from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.boot_key import BOOT_KEY_VARIABLE, HTTP_HEADER
 from orchestrator.contracts import FORWARDED_HEADERS, GRPC_URL_VARIABLE
+from orchestrator.inference_key import INFERENCE_KEY_HEADER, INFERENCE_KEY_VARIABLE
 from orchestrator.triton.ports import LOOPBACK, Ports
 from orchestrator.triton.process import StartError
 
 _PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _STUB = "triton_python_backend_stub"
 
-# Open: health and metadata. Everything else can change what the server runs, watch what it does, or passes keys and
-# quotas by. Both protocols get the whole list, because restricting one leaves the other open. Over HTTP any web page
-# could ask for an inference too, and Triton 2.51 crashes on bodies of many chunks before it reads a word of them.
-RESTRICTED_APIS = ("inference", "model-repository", "model-config", "shared-memory", "trace", "logging", "statistics")
+# Open: health and metadata. Inference by Triton passes keys and quotas by; over HTTP any web page could ask for it, and
+# Triton 2.51 crashes on bodies of many chunks before it reads a word of them. All else can change what the server runs
+# or watch what it does: nobody of ours needs it, so its key is another one, which only Triton has. Both protocols get
+# both, because restricting one leaves the other open.
+CONTROL_APIS = ("model-repository", "model-config", "shared-memory", "trace", "logging", "statistics")
+_CONTROL_KEY_HEADER = "x-triton-realtime-key"
 
 # Exactly our headers: Triton matches anywhere in the name (RE2 PartialMatch), hence the anchors.
 HEADER_PATTERN = f"(?i)^({'|'.join(FORWARDED_HEADERS)})$"
@@ -55,7 +57,7 @@ class TritonInstall:
 
 @dataclass(frozen=True)
 class TritonLaunch:
-    """A command line, the whole environment and the folder to run it in. Never log `command`: it holds the key.
+    """A command line, the whole environment and the folder to run it in. Never log `command`: it holds the keys.
 
     Triton's own children, which it cannot do without, are of this generation, counted from the command's.
     """
@@ -97,7 +99,8 @@ def launch(
     ports: Ports,
     backends: Path | None,
     shm_prefix: str,
-    boot_key: str,
+    inference_key: str,
+    control_key: str,
     exit_timeout_s: int,
     environ: Mapping[str, str],
 ) -> TritonLaunch:
@@ -107,12 +110,15 @@ def launch(
 
     Neither `backends` nor `model_repository` may have characters that mean something to a shell (`shell_safe`).
     `shm_prefix` begins the names of everything it puts into /dev/shm.
-    `boot_key` is what callers of the restricted APIs must send; the models find it in their environment. Triton takes
-    it on its command line alone, which all users of the machine can read (/proc/<pid>/cmdline): it keeps out who
-    reaches the port, not who is logged in.
+    The keys are what callers of inference and of the control APIs must send; the models find the first in their
+    environment. Triton takes keys on its command line alone, which all users of the machine can read
+    (/proc/<pid>/cmdline): they keep out who reaches the port, not who is logged in.
     Raises `StartError` when the Python stub's libpython cannot be found.
     """
-    restricted = f"{','.join(RESTRICTED_APIS)}:{HTTP_HEADER}={boot_key}"
+    restricted = (
+        f"inference:{INFERENCE_KEY_HEADER}={inference_key}",
+        f"{','.join(CONTROL_APIS)}:{_CONTROL_KEY_HEADER}={control_key}",
+    )
     command = [
         str(install.binary),
         f"--model-repository={model_repository}",
@@ -126,8 +132,8 @@ def launch(
         f"--metrics-port={ports.triton_metrics}",
         f"--http-header-forward-pattern={HEADER_PATTERN}",
         f"--grpc-header-forward-pattern={HEADER_PATTERN}",
-        f"--http-restricted-api={restricted}",
-        f"--grpc-restricted-protocol={restricted}",
+        *(f"--http-restricted-api={apis}" for apis in restricted),
+        *(f"--grpc-restricted-protocol={apis}" for apis in restricted),
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
         f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
         f"--exit-timeout-secs={exit_timeout_s}",
@@ -136,7 +142,7 @@ def launch(
     env = dict(environ)
     env["PATH"] = _search_path(Path(sys.executable).parent, environ.get("PATH"))
     env["PYTHONUNBUFFERED"] = "1"
-    env[BOOT_KEY_VARIABLE] = boot_key
+    env[INFERENCE_KEY_VARIABLE] = inference_key
     env[GRPC_URL_VARIABLE] = f"{LOOPBACK}:{ports.triton_grpc}"
     if backends is not None:
         command.append(f"--backend-directory={backends}")

@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -21,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.boot_key import BOOT_KEY_VARIABLE, find_boot_key, make_boot_key
 from orchestrator.config import ConfigError, load_tiers
+from orchestrator.inference_key import INFERENCE_KEY_VARIABLE, find_inference_key
 from orchestrator.limits.keys import KEYS_VARIABLE, read_keys
 from orchestrator.local_socket import SOCKETS_VARIABLE
 from orchestrator.quality import FOLDER_VARIABLE
@@ -169,7 +170,7 @@ def serve(options: ServeOptions) -> None:
         options.front.check()
         options.check_keys()
         options.check_replicas(os.environ)
-        boot_key = find_boot_key(os.environ) or make_boot_key()
+        inference_key = find_inference_key(os.environ) or secrets.token_urlsafe()
         ports = settle(options.ports, options.host, options.front.host)
         _say(f"serving {artifact.root} (target {artifact.target})")
         _say(f"Triton: {install.binary} (found in {install.source})")
@@ -183,7 +184,7 @@ def serve(options: ServeOptions) -> None:
                 "GRPC_EXPERIMENTS": _GRPC_EXPERIMENTS,
                 **os.environ,
                 SOCKETS_VARIABLE: f"/dev/shm/{cleaner.shm_prefix}socket-",
-                BOOT_KEY_VARIABLE: boot_key,
+                INFERENCE_KEY_VARIABLE: inference_key,
             }
             launcher = _Launcher(options, install, run_dir, links, environ)
             fleet = Fleet(
@@ -239,7 +240,8 @@ class _Launcher:
             ports=replica.ports,
             backends=self._backends,
             shm_prefix=shm_prefix,
-            boot_key=self._environ[BOOT_KEY_VARIABLE],
+            inference_key=self._environ[INFERENCE_KEY_VARIABLE],
+            control_key=secrets.token_urlsafe(),
             exit_timeout_s=math.ceil(options.drain_timeout_s),
             environ={**environ, FOLDER_VARIABLE: str(folder)},
         )

@@ -65,7 +65,7 @@ def speed(
             result["stack"] = measure(lambda request: load.ask(dict(request)), ask)
             result["prefix_cache"] = prefix_cache(lambda request: load.ask(dict(request)))
             result["stack"]["gateway_workers"] = gateway_workers
-            with EngineClient(stack.triton_grpc_url, ENGINE, stack.boot_key()) as engine:
+            with EngineClient(stack.triton_grpc_url, ENGINE, stack.inference_key()) as engine:
                 result["engine_model_ttft_ms"] = first_tokens(
                     lambda prompt: engine.first_token_ms(prompt, 2), seed=1, lengths=PROMPTS
                 )

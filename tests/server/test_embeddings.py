@@ -56,8 +56,8 @@ def text_input(*texts: bytes) -> triton.InferInput:
     return tensor
 
 
-def infer(url: str, text: str) -> np.ndarray:
-    with triton.InferenceServerClient(url) as connection:
+def infer(client: triton.InferenceServerClient, text: str) -> np.ndarray:
+    with client as connection:
         return np.array(connection.infer("embedding", [text_input(text.encode())]).as_numpy("embedding"))
 
 
@@ -80,12 +80,13 @@ def test_the_vectors_are_those_of_an_independent_implementation(client: openai.O
 def test_every_way_in_gives_the_same(scripted_stack: Stack, client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     text = "Turn on dark mode."
     ids = tokenizer.encode(text).ids
-    expected = infer(scripted_stack.grpc_url, text)
+    expected = infer(scripted_stack.triton_client(), text)
     assert expected.shape == (1, 384) and expected.dtype == np.float32
     given: tuple[Any, ...] = (text, [text], ids, [ids], ids[1:-1])
     for each in given:
         np.testing.assert_allclose(vectors(client, each), expected, atol=1e-6)
-    np.testing.assert_allclose(infer(scripted_stack.front_url, text), expected, atol=1e-6)
+    front = triton.InferenceServerClient(scripted_stack.front_url)
+    np.testing.assert_allclose(infer(front, text), expected, atol=1e-6)
 
 
 def test_both_encodings_say_the_same(scripted_stack: Stack, client: openai.OpenAI) -> None:
@@ -218,7 +219,7 @@ def test_sixteen_clients_share_batches(scripted_stack: Stack) -> None:
     before = executions(scripted_stack, "embedding_encoder")
 
     def ask(number: int) -> None:
-        with triton.InferenceServerClient(scripted_stack.grpc_url) as connection:
+        with scripted_stack.triton_client() as connection:
             for text in texts[number::16]:
                 connection.infer("embedding", [text_input(text.encode())])
 

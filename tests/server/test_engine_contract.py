@@ -40,9 +40,9 @@ TIMEOUT_S = 20
 class Client:
     """One gRPC stream to `llm_small`."""
 
-    def __init__(self, url: str, tokenizer: Tokenizer) -> None:
-        self.url = url
-        self._client = triton.InferenceServerClient(url)
+    def __init__(self, stack: Stack, tokenizer: Tokenizer) -> None:
+        self.stack = stack
+        self._client = stack.triton_client()
         self._responses: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self._client.start_stream(lambda result, error: self._responses.put((result, error)))
         self._tokenizer = tokenizer
@@ -96,7 +96,7 @@ class Client:
 
 @pytest.fixture
 def client(scripted_stack: Stack, tokenizer: Tokenizer) -> Iterator[Client]:
-    client = Client(scripted_stack.grpc_url, tokenizer)
+    client = Client(scripted_stack, tokenizer)
     yield client
     client.close()
     scripted_stack.wait_until_idle()
@@ -105,7 +105,7 @@ def client(scripted_stack: Stack, tokenizer: Tokenizer) -> Iterator[Client]:
 @pytest.fixture
 def real(cpu_stack: Stack, tokenizer: Tokenizer) -> Iterator[Client]:
     """A client of the real engine."""
-    client = Client(cpu_stack.grpc_url, tokenizer)
+    client = Client(cpu_stack, tokenizer)
     yield client
     client.close()
     cpu_stack.wait_until_idle()
@@ -151,7 +151,7 @@ def test_stop_by_id(client: Client, scripted_stack: Stack) -> None:
     client.send(prompt(text="x " * 500, itl_ms=20), "mine", streaming=True, request_output_len=500)
     responses = client.responses()
     next(responses)
-    other = Client(scripted_stack.grpc_url, client._tokenizer)
+    other = Client(scripted_stack, client._tokenizer)
     other.send(request_id="mine", stop=True, input_lengths=0, request_output_len=0)
     assert list(other.responses()) == []
     other.close()
@@ -165,7 +165,7 @@ def test_stopping_what_does_not_run_is_nothing(client: Client) -> None:
 
 def test_a_client_that_closes_its_stream_stops_the_engine(scripted_stack: Stack, tokenizer: Tokenizer) -> None:
     since = scripted_stack.log_length()
-    client = Client(scripted_stack.grpc_url, tokenizer)
+    client = Client(scripted_stack, tokenizer)
     client.send(prompt(text="x " * 500, itl_ms=20), streaming=True, request_output_len=500)
     next(client.responses())
     client.close()
@@ -388,7 +388,7 @@ def test_the_real_engine_follows_a_guide(real: Client, sampled: bool) -> None:
     ],
 )
 def test_a_hostile_guide_is_refused_and_delays_nobody(real: Client, guide: tuple[str, str], message: str) -> None:
-    other = Client(real.url, real._tokenizer)
+    other = Client(real.stack, real._tokenizer)
     other.send(QUESTION, request_output_len=4000, end_id=None, streaming=True)  # longer than any of them takes
     responses = other.responses()
     next(responses)

@@ -45,7 +45,7 @@ def encode_ids(stack: Stack, shape: tuple[int, int], kind: type = np.int32) -> n
     tensors = [triton.InferInput(name, shape, "INT32" if kind is np.int32 else "INT64") for name in given]
     for tensor, array in zip(tensors, given.values()):
         tensor.set_data_from_numpy(array)
-    with triton.InferenceServerClient(stack.grpc_url) as client:
+    with stack.triton_client() as client:
         return np.asarray(client.infer("embedding_encoder", tensors).as_numpy("embedding"))
 
 

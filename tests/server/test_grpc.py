@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 import tritonclient.grpc as triton
 from serving import Stack, script
 
+from orchestrator.inference_key import INFERENCE_KEY_METADATA
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpc_stream.py"
 
 
@@ -24,18 +27,31 @@ def url(scripted_stack: Stack, request: pytest.FixtureRequest) -> str:
     return {"front": scripted_stack.front_url, "triton": scripted_stack.grpc_url}[request.param]
 
 
-@pytest.fixture(scope="module")
-def stream() -> Callable[..., Any]:
+@pytest.fixture
+def headers(scripted_stack: Stack, url: str) -> dict[str, str]:
+    """What Triton itself wants to be sent."""
+    return {INFERENCE_KEY_METADATA: scripted_stack.inference_key} if url == scripted_stack.grpc_url else {}
+
+
+@pytest.fixture
+def stream(headers: dict[str, str]) -> Callable[..., Any]:
     spec = importlib.util.spec_from_file_location("grpc_stream", EXAMPLE)
     assert spec and spec.loader
     module: ModuleType = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.stream
+    return partial(module.stream, headers=headers)
 
 
-def test_the_example_as_it_is_run(url: str) -> None:
+def test_the_example_as_it_is_run(url: str, headers: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "Hello?", "--url", url],
+        [
+            sys.executable,
+            str(EXAMPLE),
+            "Hello?",
+            "--url",
+            url,
+            *(f"--header={':'.join(each)}" for each in headers.items()),
+        ],
         capture_output=True,
         text=True,
         timeout=30,
@@ -84,7 +100,7 @@ def test_a_request_that_is_not_a_stream_is_refused_by_triton(scripted_stack: Sta
     body = triton.InferInput("request", [1], "BYTES")
     body.set_data_from_numpy(np.array([b"{}"], dtype=np.object_))
     with (
-        triton.InferenceServerClient(scripted_stack.grpc_url) as client,
+        scripted_stack.triton_client() as client,
         pytest.raises(triton.InferenceServerException, match="decoupled"),
     ):
         client.infer("orchestrator", [body])

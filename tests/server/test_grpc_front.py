@@ -31,6 +31,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from orchestrator import contracts
+from orchestrator.inference_key import unlock
 from orchestrator.wire import add_string, find_output, new_request, stop_request
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpc_stream.py"
@@ -132,9 +133,9 @@ def test_requests_of_one_stream_run_side_by_side(stack: Stack) -> None:
 def test_through_the_front_as_from_triton_itself(stack: Stack) -> None:
     """Message by message, but for what is of one call."""
     heard = []
-    for url in (stack.grpc_url, stack.front_url):
+    for url, key in ((stack.grpc_url, stack.inference_key), (stack.front_url, None)):
         with grpc.insecure_channel(url) as channel:
-            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            stub = unlock(service_pb2_grpc.GRPCInferenceServiceStub(channel), key)
             message = request("mine", messages=script(text="One two.", itl_ms=20), stream=True)
             responses = list(stub.ModelStreamInfer(iter((message,))))
         for response in responses:
@@ -428,16 +429,23 @@ def test_control_is_refused_on_every_port(stack: Stack) -> None:
         connection.close()
 
 
-def test_the_key_is_written_nowhere(stack: Stack) -> None:
+def test_the_keys_are_written_nowhere(stack: Stack) -> None:
+    """Not even its own processes have the one of control; the other one is in their environment."""
     command = Path(f"/proc/{stack.process_id('bin/tritonserver')}/cmdline").read_text()
-    key = command.split("x-triton-realtime-key=")[1].split("\0")[0]
-    assert len(key) >= 32
+    keys = {name: command.split(f"x-triton-realtime-{name}=")[1].split("\0")[0] for name in ("key", "inference-key")}
+    assert min(map(len, keys.values())) >= 32 and len(set(keys.values())) == 2
     run_dir = Path(stack.facts["logs"]["triton"]).parent
     for file in (path for path in run_dir.rglob("*") if path.is_file() and not path.is_symlink()):
-        assert key.encode() not in file.read_bytes(), file
+        assert not [name for name, key in keys.items() if key.encode() in file.read_bytes()], file
+    for pid in [
+        pid for mark in ("orchestrator", "python_backend_stub", "engines.worker") for pid in stack.process_ids(mark)
+    ]:
+        process = Path(f"/proc/{pid}")
+        if "tritonserver" not in (words := (process / "cmdline").read_text()).split("\0")[0]:
+            assert not [name for name, key in keys.items() if key in words]
+        assert keys["key"].encode() not in (process / "environ").read_bytes()
     for mark in ("orchestrator.gateway", "orchestrator.grpc_front"):
-        process = Path(f"/proc/{stack.process_id(mark)}")
-        assert key.encode() not in (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        assert keys["inference-key"].encode() in Path(f"/proc/{stack.process_id(mark)}/environ").read_bytes()
 
 
 def test_shared_memory_is_not_reached_by_parameters(stub: Any) -> None:

@@ -162,10 +162,10 @@ def test_nothing_to_read(http: httpx.Client, size: tuple[int, int]) -> None:
 # --- ways in -----------------------------------------------------------------------------------------------
 
 
-def infer(url: str, image: bytes) -> Any:
+def infer(client: triton.InferenceServerClient, image: bytes) -> Any:
     tensor = triton.InferInput("image", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([image], dtype=np.object_))
-    with triton.InferenceServerClient(url) as connection:
+    with client as connection:
         return json.loads(connection.infer("ocr", [tensor]).as_numpy("result")[0])
 
 
@@ -174,7 +174,10 @@ def test_every_way_in_gives_the_same(stack: Stack, http: httpx.Client) -> None:
     expected = read(http, image)
     form = http.post(PATH, files={"file": ("letter.png", image, "image/png")}, data={"model": "ocr"})
     plain = http.post(PATH, content=image, headers={"content-type": "application/octet-stream"})
-    for found in (form.json(), plain.json(), infer(stack.grpc_url, image), infer(stack.front_url, image)):
+    by_grpc = [
+        infer(client, image) for client in (stack.triton_client(), triton.InferenceServerClient(stack.front_url))
+    ]
+    for found in (form.json(), plain.json(), *by_grpc):
         assert found == expected
 
 
@@ -197,7 +200,7 @@ def test_another_target_has_none(scripted_stack: Stack) -> None:
     answer = httpx.post(scripted_stack.url + PATH, content=b"x", headers={"content-type": "image/png"}, timeout=20)
     assert "this server has no model 'ocr'" in refused(answer, 404, "model_not_found")["message"]
     with pytest.raises(triton.InferenceServerException, match="one of orchestrator, embedding"):
-        infer(scripted_stack.front_url, b"x")
+        infer(triton.InferenceServerClient(scripted_stack.front_url), b"x")
 
 
 # --- what is refused ---------------------------------------------------------------------------------------
@@ -222,7 +225,7 @@ def test_what_cannot_be_read_is_refused(stack: Stack, http: httpx.Client, image:
     error = refused(http.post(PATH, content=image, headers={"content-type": "image/png"}), 400)
     assert error["message"].startswith(message) and error["param"] == "image"
     with pytest.raises(triton.InferenceServerException) as caught:
-        infer(stack.front_url, image)
+        infer(triton.InferenceServerClient(stack.front_url), image)
     assert json.loads(str(caught.value.message()))["error"]["message"].startswith(message)
 
 

@@ -21,7 +21,7 @@ import pytest
 from serving import PORTS
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from orchestrator.triton.server import RESTRICTED_APIS
+from orchestrator.triton.server import CONTROL_APIS
 
 READY_S = 60.0
 
@@ -162,14 +162,14 @@ def test_the_restricted_apis_are_closed_on_both_protocols(start: Callable[..., S
             "trace": lambda: stub.TraceSetting(service_pb2.TraceSettingRequest()),
             "logging": lambda: stub.LogSettings(service_pb2.LogSettingsRequest()),
         }
-        assert set(calls) == set(RESTRICTED_APIS)
+        assert set(calls) == set(CONTROL_APIS)
         for name, call in calls.items():
             with pytest.raises(grpc.RpcError) as caught:
                 call()
             assert "restricted" in caught.value.details(), name
         assert stub.ServerReady(service_pb2.ServerReadyRequest()).ready
     for log in facts["logs"].values():
-        assert "x-triton-realtime-key" not in Path(log).read_text()
+        assert "x-triton-realtime-" not in Path(log).read_text()
 
 
 def test_all_listen_on_loopback_alone(start: Callable[..., Server], scripted: Path) -> None:

@@ -24,14 +24,19 @@ from serving import CHAT_PATH, Answer, Stack, ask, running, script, wait_for
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from orchestrator import contracts
-from orchestrator.wire import add_string
+from orchestrator.inference_key import INFERENCE_KEY_VARIABLE, unlock
+from orchestrator.wire import add_string, is_end, stop_request
 
 pytestmark = pytest.mark.own_target("two servers of target scripted, beside one another")
+
+CHOSEN_KEY = "chosen-key_0123456789-0123456789-0123456789"
 
 
 @pytest.fixture(scope="module")
 def pair(artifact: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running(artifact("scripted"), tmp_path_factory.mktemp("pair"), "--replicas=2", "--drain-timeout-s=30") as pair:
+    flags = ("--replicas=2", "--drain-timeout-s=30")
+    chosen = {INFERENCE_KEY_VARIABLE: CHOSEN_KEY}
+    with running(artifact("scripted"), tmp_path_factory.mktemp("pair"), *flags, **chosen) as pair:
         yield pair
 
 
@@ -133,6 +138,16 @@ def test_the_front_sends_a_conversation_where_the_gateway_does(pair: Stack) -> N
             add_string(request, contracts.TEXT, b"Hello", (1, 1))
             assert len(stub.ModelInfer(request, timeout=20).outputs) == 2
         assert stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=20).ready
+
+
+def test_a_key_that_was_chosen_opens_each_of_them(pair: Stack) -> None:
+    for replica in facts_of(pair)["replicas"]:
+        with grpc.insecure_channel(replica["grpc_url"]) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            with pytest.raises(grpc.RpcError, match="restricted"):
+                list(stub.ModelStreamInfer(iter([stop_request("llm_small", "nobody")])))
+            (stopped,) = unlock(stub, CHOSEN_KEY).ModelStreamInfer(iter([stop_request("llm_small", "nobody")]))
+            assert is_end(stopped) and not stopped.error_message
 
 
 def test_all_of_them_are_on_one_page(pair: Stack) -> None:

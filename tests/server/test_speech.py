@@ -36,7 +36,7 @@ def client(speech_stack: Stack) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def connection(speech_stack: Stack) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(speech_stack.grpc_url) as connection:
+    with speech_stack.triton_client() as connection:
         yield connection
 
 
@@ -108,7 +108,7 @@ def test_many_people_at_once_are_not_mixed(connection: triton.InferenceServerCli
     together: dict[int, list[float]] = {}
 
     def hear(index: int) -> None:
-        with triton.InferenceServerClient(speech_stack.grpc_url) as own:
+        with speech_stack.triton_client() as own:
             together[index] = Person(own, 320 + index).hear_all(parts[index])
 
     threads = [threading.Thread(target=hear, args=(index,)) for index in range(6)]

@@ -17,10 +17,11 @@ import pytest
 from orchestrator.contracts import FRAME_SAMPLES
 from orchestrator.vision.sizes import SIDES
 from perf import analyzer_inputs
-from perf.analyzer import Analyzer, Level, Subject, control_header, find_analyzer, read_export, read_summary
+from perf.analyzer import Analyzer, Level, Subject, find_analyzer, read_export, read_summary
 from perf.analyzer_inputs import write_inputs
 from perf.errors import PerfError
 from perf.processes import descendants
+from perf.stack import triton_keys_below
 from perf.triton import _measure, _table, choose_models, long_enough_ms
 
 MS = 1_000_000
@@ -121,12 +122,15 @@ def test_output_of_another_version_is_quoted() -> None:
         read_summary(SUMMARY, "nothing")
 
 
+KEYS = {"name": "key", "other": "lock"}
+
+
 def test_command_lines() -> None:
     analyzer = Analyzer(Path("/bin/perf_analyzer"), None, "")
-    vad = Subject("vad", Path("in.json"), "127.0.0.1:1", "name:key", is_sequence=True)
-    engine = Subject("llm_small", Path("in.json"), "127.0.0.1:1", "name:key", is_decoupled=True)
-    plain = Subject("ocr", Path("in.json"), "127.0.0.1:1", "name:key")
-    bulky = Subject("ocr_detector", Path("in.json"), "127.0.0.1:1", "name:key", is_bulky=True)
+    vad = Subject("vad", Path("in.json"), "127.0.0.1:1", KEYS, is_sequence=True)
+    engine = Subject("llm_small", Path("in.json"), "127.0.0.1:1", KEYS, is_decoupled=True)
+    plain = Subject("ocr", Path("in.json"), "127.0.0.1:1", KEYS)
+    bulky = Subject("ocr_detector", Path("in.json"), "127.0.0.1:1", KEYS, is_bulky=True)
 
     def flags(subject: Subject, level: Level) -> list[str]:
         return subject.command(analyzer, level, 500, Path("out"), 16)
@@ -138,6 +142,7 @@ def test_command_lines() -> None:
     assert "--profile-export-file=out/export.json" in flags(plain, Level(concurrency=1))
     assert "--profile-export-file=out/export.json" not in flags(bulky, Level(concurrency=1))
     assert "--request-distribution=poisson" in flags(plain, Level(rate=1.0))
+    assert " ".join(flags(plain, Level(rate=1.0))).count("-H name:key -H other:lock") == 1
 
 
 def test_a_load_is_a_share_of_the_most() -> None:
@@ -163,14 +168,15 @@ def test_one_that_does_not_run_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
         find_analyzer()
 
 
-def test_the_key_comes_from_the_command_line_of_the_server_below() -> None:
+def test_the_keys_come_from_the_command_line_of_the_server_below() -> None:
     server = "import time; print(flush=True); time.sleep(60)"
-    flag = "--grpc-restricted-protocol=trace,logging:x-name=secret"
-    serve = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {server!r}, {flag!r}])"
+    flags = [f"--grpc-restricted-protocol={apis}" for apis in ("trace,logging:x-name=secret", "inference:x-more==-_")]
+    serve = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {server!r}, *{flags!r}])"
     with subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == b"\n"
-            assert control_header(process.pid) == "triton-grpc-protocol-x-name:secret"
+            keys = {"triton-grpc-protocol-x-name": "secret", "triton-grpc-protocol-x-more": "=-_"}
+            assert triton_keys_below(process.pid) == keys
         finally:
             for pid in (*descendants(process.pid), process.pid):
                 os.kill(pid, signal.SIGKILL)
@@ -180,7 +186,7 @@ def test_a_process_without_a_server_is_named() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
             with pytest.raises(PerfError, match=f"process {process.pid}: no Triton"):
-                control_header(process.pid)
+                triton_keys_below(process.pid)
         finally:
             process.kill()
 
@@ -248,7 +254,7 @@ def test_a_model_slower_than_its_windows_is_measured_once_more(monkeypatch: pyte
         return {"num": 3}
 
     monkeypatch.setattr(Subject, "measure", measure)
-    subject = Subject("ocr", Path("in.json"), "127.0.0.1:1", "name:key")
+    subject = Subject("ocr", Path("in.json"), "127.0.0.1:1", KEYS)
     assert _measure(subject, Analyzer(Path("p"), None, ""), Level(concurrency=1), 500, [1]) == {"num": 3}
     assert windows == [500, 15_000]
 

@@ -90,7 +90,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("regexes",),
     ("schemas",),
     ("config", "wire", "call", "files"),
-    ("boot_key", "manifest", "redis_address", "instrumentation", "replica_set", "local_socket"),
+    ("inference_key", "manifest", "redis_address", "instrumentation", "replica_set", "local_socket"),
     ("doctor",),
     ("streaming", "infer_streams", "readiness", "routing", "onnx_session", "vision"),
     ("request", "engines", "limits", "quality"),

@@ -103,7 +103,8 @@ def launch_at(
         ports=Ports(1, 2, 3, 4, 5),
         backends=gather_backends(install, more, tmp_path / "backends"),
         shm_prefix="prefix-",
-        boot_key="secret",
+        inference_key="answers",
+        control_key="secret",
         exit_timeout_s=7,
         environ=environ,
     )
@@ -111,8 +112,10 @@ def launch_at(
 
 def test_command_line(tmp_path: Path) -> None:
     launched = launch_at(tmp_path, TritonInstall(Path("/t/tritonserver"), "PATH"), {"PATH": "/bin"})
-    apis = "inference,model-repository,model-config,shared-memory,trace,logging,statistics"
-    restricted = f"{apis}:x-triton-realtime-key=secret"
+    restricted = (
+        "inference:x-triton-realtime-inference-key=answers",
+        "model-repository,model-config,shared-memory,trace,logging,statistics:x-triton-realtime-key=secret",
+    )
     assert launched.command[0] == "/t/tritonserver"
     assert {
         f"--model-repository={tmp_path}/model_repository",
@@ -123,16 +126,16 @@ def test_command_line(tmp_path: Path) -> None:
         "--http-port=2",
         "--grpc-port=3",
         "--metrics-port=4",
-        f"--http-restricted-api={restricted}",
-        f"--grpc-restricted-protocol={restricted}",
+        *(f"--http-restricted-api={apis}" for apis in restricted),
+        *(f"--grpc-restricted-protocol={apis}" for apis in restricted),
         "--backend-config=python,shm-region-prefix-name=prefix-",
         "--exit-timeout-secs=7",
     } < set(launched.command)
     assert launched.env == {
         "PATH": f"{Path(sys.executable).parent}:/bin",
         "PYTHONUNBUFFERED": "1",
-        "TRITON_REALTIME_BOOT_KEY": "secret",
         "TRITON_REALTIME_GRPC_URL": "127.0.0.1:3",
+        "TRITON_REALTIME_INFERENCE_KEY": "answers",
     }
 
 
