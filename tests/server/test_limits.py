@@ -100,17 +100,18 @@ def test_without_a_valid_key(stack: Stack, key: str | None) -> None:
 
 
 def test_the_official_client_knows_what_it_is_told(stack: Stack, keys: Keys) -> None:
-    with pytest.raises(openai.AuthenticationError):
-        client(stack, WRONG).models.list()
-    narrow = client(stack, keys.add("narrow", "--tier", "simple"))
-    assert "auto" in [model.id for model in narrow.models.list()]
+    with client(stack, WRONG) as wrong, pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
     question: Any = script(text="Hi")
-    with pytest.raises(openai.PermissionDeniedError, match="may not use 'expert'; it may use simple"):
-        narrow.chat.completions.create(model="expert", messages=question)
-    with pytest.raises(openai.PermissionDeniedError, match="may not use 'embedding'"):
-        narrow.embeddings.create(model="embedding", input="Hi")
-    assert narrow.chat.completions.create(model="auto", messages=question).choices[0].message.content == "Hi"
-    assert httpx.get(f"{stack.url}/metrics", headers={"authorization": f"Bearer {narrow.api_key}"}).status_code == 403
+    with client(stack, keys.add("narrow", "--tier", "simple")) as narrow:
+        assert "auto" in [model.id for model in narrow.models.list()]
+        with pytest.raises(openai.PermissionDeniedError, match="may not use 'expert'; it may use simple"):
+            narrow.chat.completions.create(model="expert", messages=question)
+        with pytest.raises(openai.PermissionDeniedError, match="may not use 'embedding'"):
+            narrow.embeddings.create(model="embedding", input="Hi")
+        assert narrow.chat.completions.create(model="auto", messages=question).choices[0].message.content == "Hi"
+        headers = {"authorization": f"Bearer {narrow.api_key}"}
+    assert httpx.get(f"{stack.url}/metrics", headers=headers).status_code == 403
 
 
 def test_a_revoked_key_is_none_at_once(stack: Stack, keys: Keys) -> None:
