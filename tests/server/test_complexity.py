@@ -46,41 +46,41 @@ def reader(artifact: Callable[[str], Path]) -> ConversationReader:
     return ConversationReader(artifact("scripted") / "model_repository" / "complexity" / "1" / "tokenizer.json")
 
 
-def judge(stack: Stack, reader: ConversationReader, *turns: Turn) -> np.ndarray:
+def judge(client: triton.InferenceServerClient, reader: ConversationReader, *turns: Turn) -> np.ndarray:
     """The probabilities [4]."""
     ids = reader.read(turns)[None]
     tensors = [triton.InferInput(name, ids.shape, "INT32") for name in ("input_ids", "attention_mask")]
     tensors[0].set_data_from_numpy(ids)
     tensors[1].set_data_from_numpy(np.ones_like(ids))
-    with stack.triton_client() as connection:
+    with client as connection:
         found = connection.infer("complexity", tensors).as_numpy("probabilities")
     assert found.shape == (1, 4) and found.dtype == np.float32
     assert found.min() >= 0 and abs(found.sum() - 1) < 1e-4
     return np.asarray(found[0])
 
 
-def tier(stack: Stack, reader: ConversationReader, *turns: Turn) -> str:
-    return TIERS[int(judge(stack, reader, *turns).argmax())]
+def tier(client: triton.InferenceServerClient, reader: ConversationReader, *turns: Turn) -> str:
+    return TIERS[int(judge(client, reader, *turns).argmax())]
 
 
 @pytest.mark.parametrize("text", EASY)
 def test_what_is_easy_is_simple(scripted_stack: Stack, reader: ConversationReader, text: str) -> None:
-    assert tier(scripted_stack, reader, Turn("user", text)) == "simple"
+    assert tier(scripted_stack.triton_client(), reader, Turn("user", text)) == "simple"
 
 
 @pytest.mark.parametrize("text", HARD)
 def test_what_is_hard_is_not(scripted_stack: Stack, reader: ConversationReader, text: str) -> None:
-    assert tier(scripted_stack, reader, Turn("user", text)) in ("complex", "expert")
+    assert tier(scripted_stack.triton_client(), reader, Turn("user", text)) in ("complex", "expert")
 
 
 @pytest.mark.parametrize("text", TRAPS)
 def test_words_that_sound_hard_are_not_enough(scripted_stack: Stack, reader: ConversationReader, text: str) -> None:
-    assert tier(scripted_stack, reader, Turn("user", text)) in ("simple", "medium")
+    assert tier(scripted_stack.triton_client(), reader, Turn("user", text)) in ("simple", "medium")
 
 
 def test_length_is_no_measure(scripted_stack: Stack, reader: ConversationReader) -> None:  # R03
-    short = judge(scripted_stack, reader, Turn("user", "Prove that √2 is irrational."))
-    long = judge(scripted_stack, reader, Turn("user", f"{PASTE}\n\nWhat is the title?"))
+    short = judge(scripted_stack.triton_client(), reader, Turn("user", "Prove that √2 is irrational."))
+    long = judge(scripted_stack.triton_client(), reader, Turn("user", f"{PASTE}\n\nWhat is the title?"))
     assert len(PASTE.split()) >= 800
     assert TIERS[int(long.argmax())] == "simple"
     assert short[:1].sum() < 0.5 and short @ range(4) > long @ range(4)
@@ -93,8 +93,8 @@ def test_whoever_goes_on_stays_where_the_task_is(scripted_stack: Stack, reader: 
         Turn("assistant", "Let D be a finite integral domain. Step 1: …"),
         Turn("user", last),
     ]
-    assert tier(scripted_stack, reader, *task) in ("complex", "expert")
-    assert tier(scripted_stack, reader, *task[:-1], Turn("user", "thanks!")) in ("simple", "medium")
+    assert tier(scripted_stack.triton_client(), reader, *task) in ("complex", "expert")
+    assert tier(scripted_stack.triton_client(), reader, *task[:-1], Turn("user", "thanks!")) in ("simple", "medium")
 
 
 def test_the_orchestrators_way_gives_the_same(
@@ -112,17 +112,17 @@ def test_the_orchestrators_way_gives_the_same(
         assert all(each is not None for each in found)
         return [value for each in found if each is not None for value in each.probabilities]
 
-    expected = [judge(scripted_stack, reader, Turn("user", text)) for text in EASY]
+    expected = [judge(scripted_stack.triton_client(), reader, Turn("user", text)) for text in EASY]
     np.testing.assert_allclose(asyncio.run(ask()), np.concatenate(expected), atol=1e-5)
 
 
 def test_clients_of_different_lengths_share_batches(scripted_stack: Stack, reader: ConversationReader) -> None:
     texts = [*EASY, *HARD]
-    alone = [judge(scripted_stack, reader, Turn("user", text)) for text in texts]
+    alone = [judge(scripted_stack.triton_client(), reader, Turn("user", text)) for text in texts]
     found: dict[int, np.ndarray] = {}
 
     def ask(number: int) -> None:
-        found[number] = judge(scripted_stack, reader, Turn("user", texts[number]))
+        found[number] = judge(scripted_stack.triton_client(), reader, Turn("user", texts[number]))
 
     clients = [threading.Thread(target=ask, args=(number,)) for number in range(len(texts))]
     for client in clients:
@@ -134,4 +134,4 @@ def test_clients_of_different_lengths_share_batches(scripted_stack: Stack, reade
 
 def test_it_is_not_public(scripted_stack: Stack, reader: ConversationReader) -> None:
     with pytest.raises(triton.InferenceServerException, match="one of orchestrator, embedding"):
-        judge(scripted_stack.front_url, reader, Turn("user", "hi"))
+        judge(triton.InferenceServerClient(scripted_stack.front_url), reader, Turn("user", "hi"))
