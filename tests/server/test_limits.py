@@ -143,8 +143,11 @@ def test_a_minutes_requests(stack: Stack, keys: Keys) -> None:
         assert answer.headers["x-ratelimit-reset-requests"] in ("60s", "61s")
     assert embed(stack, key, "Hi").headers["x-ratelimit-remaining-requests"] == "0"
     question: Any = script(text="Hi")
-    with pytest.raises(openai.RateLimitError, match="this key has 3 requests in 60 s") as caught:
-        client(stack, key).chat.completions.create(model="auto", messages=question, stream=True)
+    with (
+        client(stack, key) as few,
+        pytest.raises(openai.RateLimitError, match="this key has 3 requests in 60 s") as caught,
+    ):
+        few.chat.completions.create(model="auto", messages=question, stream=True)
     assert 1 <= int(caught.value.response.headers["retry-after"]) <= 61
     assert caught.value.response.headers["x-ratelimit-remaining-requests"] == "0"
     assert caught.value.code == "rate_limit_exceeded"
