@@ -1,6 +1,7 @@
 """A worker: requests at given times over HTTP, whether earlier ones are answered or not. `python -m perf.open_load URL`
 
-{"asks": [[at_s, prompt, max_tokens], ...], "may_end": true if answers may be shorter} → {"answers": [{"sent_s", "times_s", "tokens", "rt"} or {"failed"}, ...]}
+{"asks": [[at_s, prompt, max_tokens], ...], "may_end": true if answers may be shorter}
+→ {"answers": [{"sent_s", "times_s", "tokens", "rt"} or {"failed"}, ...]}
 
 Times are in seconds from the first moment, `times_s` of the events with text. Each request has a connection of its own,
 opened when its time has come. One thread; what was received is parsed when all is over.

@@ -105,9 +105,8 @@ def decode_floor(result: Mapping[str, Any], bytes_per_s: float, precision: str) 
     """What a token of one stream takes at least, in ms: its weights are read once; and each side's share of that."""
     model = load_models(load_target(TARGET))["llama-3.1-8b-instruct"]
     assert isinstance(model, ModelRow)
-    num_bytes = (
-        matrix_bytes(model.architecture, precision) + 2 * model.architecture.num_embedding_weights
-    )  # of the head
+    head_bytes = 2 * model.architecture.num_embedding_weights
+    num_bytes = matrix_bytes(model.architecture, precision) + head_bytes
     floor_ms = num_bytes / bytes_per_s * 1000
     shares = {
         side: round(floor_ms / each["loads"]["1"]["tpot_ms"]["p50"], 3)
@@ -171,8 +170,8 @@ def measure(sides: Mapping[str, Side], result: dict[str, Any]) -> None:
         first: dict[str, Callable[[list[int]], float]] = {
             name: first_token_of(side.ask) for name, side in sides.items()
         }
-        if (side := sides.get("stack")) and side.stack is not None:
-            client = clients.enter_context(EngineClient(side.stack.triton_grpc_url, ENGINE))
+        if "stack" in sides and (stack := sides["stack"].stack) is not None:
+            client = clients.enter_context(EngineClient(stack.triton_grpc_url, ENGINE))
             first["engine_model"] = lambda prompt: client.first_token_ms(prompt, 2)
         for name, ttft in first_tokens(first, seed=20, lengths=PROMPTS).items():
             result.setdefault(name, {})["ttft_ms"] = ttft
