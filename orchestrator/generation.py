@@ -178,16 +178,16 @@ async def tokenize(request: Request, tokenizer: ChatTokenizer, num_bytes: int) -
 
     Raises `InvalidRequestError` for a token id that the tokenizer does not know.
     """
+    if not isinstance(request, ChatRequest) and not isinstance(request.prompt, str):
+        check_ids(request.prompt, tokenizer.vocab_size)
+        return request.prompt
 
     def work() -> list[int]:
         if isinstance(request, ChatRequest):
             tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
             return tokenizer.encode_chat([template_message(each) for each in request.messages], tools)
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            return tokenizer.encode(prompt)
-        check_ids(prompt, tokenizer.vocab_size)
-        return prompt
+        assert isinstance(request.prompt, str)
+        return tokenizer.encode(request.prompt)
 
     return work() if num_bytes <= MAX_INLINE_BYTES else await asyncio.to_thread(work)
 

@@ -1,6 +1,7 @@
 """A worker: requests at given times over HTTP, whether earlier ones are answered or not. `python -m perf.open_load URL`
 
-{"asks": [[at_s, prompt, max_tokens], ...]} → {"answers": [{"sent_s", "times_s", "tokens", "rt"} or {"failed"}, ...]}
+{"asks": [[at_s, prompt, max_tokens], ...], "may_end": true if answers may be shorter}
+→ {"answers": [{"sent_s", "times_s", "tokens", "rt"} or {"failed"}, ...]}
 
 Times are in seconds from the first moment, `times_s` of the events with text. Each request has a connection of its own,
 opened when its time has come. One thread; what was received is parsed when all is over.
@@ -19,9 +20,9 @@ from perf.sse import SseConnection, chat_body
 from perf.worker import answer_requests
 
 
-def load(url: str, asks: Sequence[tuple[float, str, int]]) -> list[dict[str, Any]]:
+def load(url: str, asks: Sequence[tuple[float, str, int]], may_end: bool = False) -> list[dict[str, Any]]:
     """Ask each at its time, seconds from now and rising; the answers in the order of `asks`."""
-    bodies = [chat_body(prompt, max_tokens) for _, prompt, max_tokens in asks]
+    bodies = [chat_body(prompt, max_tokens, may_end=may_end) for _, prompt, max_tokens in asks]
     opened: list[SseConnection] = []
     failures: dict[int, str] = {}
     started_s = time.monotonic()
@@ -65,7 +66,7 @@ def _describe(connection: SseConnection, started_s: float, failure: str | None) 
 
 
 def main() -> None:
-    answer_requests(lambda request: {"answers": load(sys.argv[1], request["asks"])})
+    answer_requests(lambda request: {"answers": load(sys.argv[1], request["asks"], request.get("may_end", False))})
 
 
 if __name__ == "__main__":

@@ -64,8 +64,11 @@ class Answer(NamedTuple):
         return (self.first_token_s - self.sent_s) * 1000
 
 
-def chat_body(prompt: str, max_tokens: int) -> bytes:
-    """A request for exactly `max_tokens` tokens of the cheapest tier, greedy, streamed, with usage."""
+def chat_body(prompt: str, max_tokens: int, *, may_end: bool = False) -> bytes:
+    """A request for exactly `max_tokens` tokens of the cheapest tier, greedy, streamed, with usage.
+
+    One that `may_end` before is one that a cache serves.
+    """
     request = {
         "model": MODEL,
         "messages": [{"role": "user", "content": prompt}],
@@ -73,7 +76,7 @@ def chat_body(prompt: str, max_tokens: int) -> bytes:
         "stream_options": {"include_usage": True},
         "temperature": 0,
         "max_tokens": max_tokens,
-        "ignore_eos": True,
+        **({} if may_end else {"ignore_eos": True}),
     }
     return json.dumps(request).encode()
 
@@ -143,26 +146,34 @@ class SseConnection:
 
     def answer(self) -> Answer:
         """The complete answer, parsed. Raises `PerfError` for an error event or without tokens or usage."""
-        times_s: list[float] = []
-        texts: list[str] = []
-        num_tokens = None
-        rt: dict[str, Any] = {}
-        for event, num_bytes in _events(self._raw):
-            if event == b"[DONE]":
-                break
-            chunk = json.loads(event)
-            if "error" in chunk:
-                raise PerfError(f"http://{self._host}: {chunk['error']['message']}")
-            parts = [choice.get("delta", choice) for choice in chunk["choices"]]
-            if any(part.get(channel) for part in parts for channel in _CHANNELS):
-                times_s.append(self._arrivals[bisect_left(self._arrivals, (num_bytes,))][1])
-                texts.append("".join(part.get("content") or part.get("text") or "" for part in parts))
-            if chunk.get("usage"):
-                num_tokens = chunk["usage"]["completion_tokens"]
-            rt = chunk.get("rt", rt)
-        if not times_s or num_tokens is None:
-            raise PerfError(f"http://{self._host}: the stream ended without {'usage' if times_s else 'any text'}")
-        return Answer(self._sent_s, times_s, num_tokens, rt, texts)
+        arrivals = [
+            (event, self._arrivals[bisect_left(self._arrivals, (num_bytes,))][1])
+            for event, num_bytes in _events(self._raw)
+            if event != b"[DONE]"
+        ]
+        return read_answer(f"http://{self._host}", self._sent_s, arrivals)
+
+
+def read_answer(url: str, sent_s: float, events: Sequence[tuple[bytes, float]]) -> Answer:
+    """The answer in `events`, each with when it came. Raises `PerfError` for an error, or without tokens or usage."""
+    times_s: list[float] = []
+    texts: list[str] = []
+    num_tokens = None
+    rt: dict[str, Any] = {}
+    for event, came_s in events:
+        chunk = json.loads(event)
+        if "error" in chunk:
+            raise PerfError(f"{url}: {chunk['error']['message']}")
+        parts = [choice.get("delta", choice) for choice in chunk["choices"]]
+        if any(part.get(channel) for part in parts for channel in _CHANNELS):
+            times_s.append(came_s)
+            texts.append("".join(part.get("content") or part.get("text") or "" for part in parts))
+        if chunk.get("usage"):
+            num_tokens = chunk["usage"]["completion_tokens"]
+        rt = chunk.get("rt", rt)
+    if not times_s or num_tokens is None:
+        raise PerfError(f"{url}: the stream ended without {'usage' if times_s else 'any text'}")
+    return Answer(sent_s, times_s, num_tokens, rt, texts)
 
 
 def ask_together(url: str, bodies: Sequence[bytes], path: str = CHAT_PATH) -> tuple[float, list[Answer]]:

@@ -33,10 +33,11 @@ _LOG_TAIL_LINES = 20
 
 @dataclass(frozen=True)
 class Stack:
-    """What is running. `triton_grpc_url` is host:port, as gRPC wants it."""
+    """What is running. `triton_grpc_url` and `grpc_front_url` are host:port, as gRPC wants it."""
 
     artifact: Path
     gateway_url: str
+    grpc_front_url: str
     triton_grpc_url: str
     triton_metrics_url: str
     triton_log: Path
@@ -102,6 +103,7 @@ def served_stack(artifact: Path, run_dir: Path) -> Stack:
     return Stack(
         artifact,
         facts["gateway_url"],
+        facts["grpc_front_url"],
         facts["triton_grpc_url"],
         facts["triton_metrics_url"],
         Path(facts["replicas"][0]["log"]),

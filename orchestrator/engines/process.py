@@ -26,6 +26,7 @@ log = logging.getLogger("orchestrator.engine")
 PYTHON_VARIABLE = "TRITON_REALTIME_ENGINE_PYTHON"
 
 
+_FIELDS = tuple(each.name for each in dataclasses.fields(EngineRequest))
 # Before the worker is started again: not at all, unless the one before lived for less than `SETTLED_S`.
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 SETTLED_S = 60.0
@@ -68,7 +69,8 @@ class ProcessEngine:
                 raise EngineRefusal(f"request id: {request.request_id!r} is already running; use a fresh one")
             self._live[request.request_id] = deliver
             worker = self._process
-        self._send(worker, {"add": dataclasses.asdict(request)})
+        # Not `asdict`, which copies the prompt token by token: 10 ms for 8,000.
+        self._send(worker, {"add": {name: getattr(request, name) for name in _FIELDS}})
 
     def stop(self, request_id: str) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
 """`python -m perf.gpu --work DIR --cache DIR --out DIR PART...`: see `perf/gpu/run`, which sets up and calls it.
 
-Each part adds its numbers to h100.json in OUT and leaves those of the others.
+Each part adds its numbers to CARD.json in OUT, say h100.json, and leaves those of the others.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from perf.gpu.sides import gpu_facts, versions
+from perf.gpu.sides import card_name, gpu_facts, versions
 from perf.gpu.speed import speed
-from perf.gpu.techniques import chunked, ngram
+from perf.gpu.techniques import chunked, hits, ngram
 from perf.gpu.text import text
 from perf.report import describe_machine, say
 
-PARTS = ("text", "speed-bf16", "speed-fp8", "chunked", "ngram")
+PARTS = ("text", "speed-bf16", "speed-fp8", "chunked", "ngram", "hits")
 HERE = Path(__file__).parent
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.gpu", description="The whole stack on a GPU.")
     parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="artifacts, kept for the next call")
     parser.add_argument("--cache", type=Path, required=True, metavar="DIR", help="the build's cache, with the GGUF")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="h100.json and logs/")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="CARD.json and logs/")
     parser.add_argument("--sides", default="bare,own,stack", help="of the speed parts (default %(default)s)")
     parser.add_argument("--gateway-workers", type=int, default=4, metavar="N", help="(default %(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="of the engine's parameters")
@@ -47,12 +47,12 @@ def main() -> int:
                 sides = options.sides.split(",")
                 found = speed(part.removeprefix("speed-"), *common, sides, options.gateway_workers, **changes)
             else:
-                run = {"text": text, "chunked": chunked, "ngram": ngram}[part]
+                run = {"text": text, "chunked": chunked, "ngram": ngram, "hits": hits}[part]
                 found = run(*common, options.gateway_workers, **changes)
         except Exception as error:  # the next part is worth its time all the same
             traceback.print_exc()
             found, failed = {"error": f"{type(error).__name__}: {error}"}, True
-        write(options.out / "h100.json", part, {**found, "took_s": round(time.monotonic() - started_s, 1)})
+        write(options.out / f"{card_name()}.json", part, {**found, "took_s": round(time.monotonic() - started_s, 1)})
     return int(failed)
 
 

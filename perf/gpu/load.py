@@ -1,4 +1,6 @@
-"""A worker: many streams of `/v1/completions` at once, from one thread. `python -m perf.gpu.load URL MODEL`
+"""A worker: many streamed completions at once. `python -m perf.gpu.load URL MODEL`
+
+By HTTP SSE from one thread, or, where URL is grpc://HOST:PORT, by our gRPC front.
 
 {"prompts": [[token id, ...], ...], "max_tokens": n, "temperature": t, "seeds": [...] or null, "texts": true if wanted,
  "ignore_eos": true unless said otherwise} → what `perf.gpu.answers.describe` makes of it, and "texts": [...]
@@ -11,6 +13,7 @@ import sys
 from typing import Any
 
 from perf.errors import PerfError
+from perf.gpu import grpc_load
 from perf.gpu.answers import describe
 from perf.sse import COMPLETIONS_PATH, ask_together
 from perf.worker import answer_requests
@@ -36,11 +39,15 @@ def make_bodies(request: dict[str, Any], model: str) -> list[bytes]:
 
 
 def load(url: str, model: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Ask all prompts together, each over a connection of its own, opened before.
+    """Ask all prompts together, over connections that were opened before.
 
     Raises `PerfError` for a stream that has not exactly its own number of tokens, unless it may end by itself.
     """
-    started_s, answers = ask_together(url, make_bodies(request, model), COMPLETIONS_PATH)
+    bodies = make_bodies(request, model)
+    address = url.removeprefix("grpc://")
+    started_s, answers = (
+        ask_together(url, bodies, COMPLETIONS_PATH) if address == url else grpc_load.ask_together(address, bodies)
+    )
     for answer in answers:
         if request.get("ignore_eos", True) and answer.num_tokens != request["max_tokens"]:
             raise PerfError(f"{url}: a stream of {request['max_tokens']} tokens had {answer.num_tokens}")

@@ -42,8 +42,11 @@ MAX_STREAMS = 512
 _ALPHABET = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz01"]
 
 
-def make_row(name: str, model: str, **parameters: Any) -> TargetRow:
-    """Target `TARGET` with `model` as its one engine, whose parameters are changed by `parameters`."""
+def make_row(name: str, model: str, *, has_cache: bool = False, **parameters: Any) -> TargetRow:
+    """Target `TARGET` with `model` as its one engine, whose parameters are changed by `parameters`.
+
+    A cache is the exact one: the embedder here knows no words.
+    """
     row = load_target(TARGET).model_dump(exclude_none=True)
     models = {
         each: row["models"][each] for each in ("orchestrator", ENGINE, "embedding_tokenizer", "embedding_encoder")
@@ -55,6 +58,8 @@ def make_row(name: str, model: str, **parameters: Any) -> TargetRow:
         models[each]["model"] = "blank-embedder"
     limits = row["limits"] | {"max_live_requests": 2 * MAX_STREAMS, "max_running_requests": MAX_STREAMS}
     keep = {key: row[key] for key in ("description", "vllm")}
+    if has_cache:
+        keep["cache"] = {"ttl_s": 3600, "max_bytes": 256 << 20, "semantic": False, "max_temperature": 0.5}
     tiers = [{**row["tiers"][0], "model": ENGINE}]
     rest = {"name": name, "ensembles": ["embedding"], "models": models, "tiers": tiers, "limits": limits}
     return TargetRow.model_validate({**keep, **rest})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -154,11 +155,14 @@ def processor_us(stack: Stack) -> dict[str, float]:
 
 
 def _wait_for_memory(timeout_s: float = 20.0) -> None:
-    """Until no process holds the GPU's memory: what was just killed may take a moment."""
+    """Until the GPU's memory is given back, which takes a moment after a process was killed: it falls no more."""
     deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s and (used := gpu_facts().get("memory_used_mib", 0)) > 2000:
-        say(f"  waiting: {used} MiB of the GPU are in use")
+    used = gpu_facts().get("memory_used_mib", 0)
+    while time.monotonic() < deadline_s:
         time.sleep(1)
+        before, used = used, gpu_facts().get("memory_used_mib", 0)
+        if used >= before:
+            return
 
 
 def gpu_facts() -> dict[str, Any]:
@@ -172,6 +176,23 @@ def gpu_facts() -> dict[str, Any]:
     name, driver, total, _ = cards[0]
     used = max(int(card[3]) for card in cards)
     return {"cards": len(cards), "card": name, "driver": driver, "memory_mib": int(total), "memory_used_mib": used}
+
+
+def card_name() -> str:
+    """As targets have it, say `h200`; `none` without a GPU."""
+    found = re.match(r"NVIDIA (\w+)", gpu_facts().get("card", ""))
+    return found[1].lower() if found else "none"
+
+
+def memory_bytes_per_s() -> float | None:
+    """Of the GPU, measured now; None where there is none."""
+    if not gpu_facts():
+        return None
+    command = (os.environ.get(PYTHON_VARIABLE) or "python3", "-m", "perf.gpu.bandwidth")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    if done.returncode != 0:
+        raise PerfError(f"perf.gpu.bandwidth ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    return float(done.stdout)
 
 
 def versions() -> dict[str, str]:

@@ -1,100 +1,198 @@
-"""Part `speed-bf16`, `speed-fp8`: Llama 3.1 8B's shape, each side in turn, the same prompts for all.
+"""Part `speed-bf16`, `speed-fp8`: Llama 3.1 8B's shape, each side with prompts of the same lengths.
 
-First token of prompts of four lengths, one at a time; then tokens/s of 1 to 512 streams that all start together.
+First token of prompts of four lengths, one at a time; then tokens/s of 1 to 512 streams that all start together. The
+stack is asked by SSE and, as side `grpc`, through its gRPC front.
 Through the stack also the first token behind a cached prefix. All answers are greedy, of exactly as many tokens as
 asked for, which each stream is held to.
+
+A card whose memory holds an engine for each side has all of them at once, and they are asked in turn: what the card,
+warmer or cooler, does to one it does to all. On a smaller one each side has the card to itself, one after another.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from build.model_rows import ModelRow
+from build.plan import matrix_bytes
+from build.rows import load_models, load_target
 from perf.engine_client import EngineClient
-from perf.gpu.rows import ENGINE, LLAMA, make_artifact, make_row
-from perf.gpu.sides import SERVED_MODEL, bare, own_server, processor_us, sse_load, whole_stack
+from perf.gpu.rows import ENGINE, LLAMA, TARGET, make_artifact, make_row
+from perf.gpu.sides import (
+    SERVED_MODEL,
+    bare,
+    gpu_facts,
+    memory_bytes_per_s,
+    own_server,
+    processor_us,
+    sse_load,
+    whole_stack,
+)
 from perf.report import say
+from perf.stack import Stack
 from perf.stats import summarize
+from perf.worker import Worker
 
 PROMPTS = (128, 512, 2048, 8192)
 FIRST_TOKENS = 15
-# The larger loads take the longest and vary the least.
-ROUNDS = {1: 2, 16: 2, 64: 2, 256: 2, 512: 1}
-LOAD_PROMPT, LOAD_TOKENS = 128, 512
+LOADS = (1, 16, 64, 256, 512)
+ROUNDS = 2
+LOAD_PROMPT = 128
+# So that the KV cache of a third of a card holds all of them.
+LOAD_TOKENS = {512: 256}
+LOAD_TOKENS_OF_OTHERS = 512
 PREFIX, PREFIX_ROUNDS = 4000, 10
 VOCABULARY = 49152  # ids of SmolLM2's own tokens, which both models have
+# Of the card's memory, which each of three engines takes; and the least memory where 26 GiB of it are KV cache, which
+# is what the loads need beside 16 GB of weights.
+SHARE_OF_THREE, MIN_MEMORY_MIB = 0.31, 135_000
 
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+@dataclass
+class Side:
+    """How one side is asked. `ask_counting` also counts processor time, which takes a while; it is for loads alone."""
+
+    ask: Ask
+    ask_counting: Ask
+    stack: Stack | None = None
 
 
 def speed(
     precision: str, work: Path, cache: Path, out: Path, sides: list[str], gateway_workers: int, **changes: Any
 ) -> dict[str, Any]:
-    """Measure `sides` ("bare", "own", "stack") in turn."""
+    """Measure `sides` ("bare", "own", "stack")."""
+    together = gpu_facts().get("memory_mib", 0) >= MIN_MEMORY_MIB
     row = make_row(
         f"gpu-{precision}",
         LLAMA,
         precision=precision,
         load_format="dummy",
         max_seq_len=9216,
-        **changes,
+        **{**({"gpu_memory_share": SHARE_OF_THREE} if together else {}), **changes},
     )
     artifact = make_artifact(row, work, cache)
     result: dict[str, Any] = {
         "engine": row.models[ENGINE].model_dump(mode="json"),
-        "load": {"prompt_tokens": LOAD_PROMPT, "tokens_per_stream": LOAD_TOKENS},
+        "load": {"prompt_tokens": LOAD_PROMPT, "tokens_per_stream": {n: tokens_of(n) for n in LOADS}},
+        "together": together,
+        "gateway_workers": gateway_workers,
     }
-    if "bare" in sides:
-        with bare(artifact) as worker:
-            result["bare"] = measure(lambda request: {**worker.ask(dict(request)), "token_ids": None})
-    if "own" in sides:
-        with own_server(artifact, out / "logs" / f"{precision}-own.log") as url, sse_load(url, SERVED_MODEL) as load:
-            result["own"] = measure(lambda request: load.ask(dict(request)))
-    if "stack" in sides:
-        logs = out / "logs" / f"{precision}-stack"
-        with whole_stack(artifact, logs, gateway_workers) as stack, sse_load(stack.gateway_url, "simple") as load:
-
-            def ask(request: Mapping[str, Any]) -> dict[str, Any]:
-                before = processor_us(stack)
-                answer = load.ask(dict(request))
-                spent = {role: us - before[role] for role, us in processor_us(stack).items()}
-                return {**answer, "us_per_token": {role: round(us / answer["tokens"], 1) for role, us in spent.items()}}
-
-            result["stack"] = measure(lambda request: load.ask(dict(request)), ask)
-            result["prefix_cache"] = prefix_cache(lambda request: load.ask(dict(request)))
-            result["stack"]["gateway_workers"] = gateway_workers
-            with EngineClient(stack.triton_grpc_url, ENGINE, stack.inference_key()) as engine:
-                result["engine_model_ttft_ms"] = first_tokens(
-                    lambda prompt: engine.first_token_ms(prompt, 2), seed=1, lengths=PROMPTS
-                )
+    bytes_per_s = memory_bytes_per_s()
+    logs = out / "logs"
+    for group in [sides] if together else [[side] for side in sides]:
+        with ExitStack() as started:
+            running: dict[str, Side] = {}
+            for side in group:
+                log = logs / f"{precision}-{side}"
+                running |= started.enter_context(start(side, artifact, log, gateway_workers))
+            measure(running, result)
+            if stack_side := running.get("stack"):
+                result["prefix_cache"] = prefix_cache(stack_side.ask)
     result["ratios"] = ratios(result)
+    if bytes_per_s is not None:
+        result["decode_floor"] = decode_floor(result, bytes_per_s, precision)
     return result
 
 
-def measure(ask: Ask, ask_counting: Ask | None = None) -> dict[str, Any]:
-    """First tokens, then loads; a load's numbers are those of its better round.
+def decode_floor(result: Mapping[str, Any], bytes_per_s: float, precision: str) -> dict[str, Any]:
+    """What a token of one stream takes at least, in ms: its weights are read once; and each side's share of that."""
+    model = load_models(load_target(TARGET))["llama-3.1-8b-instruct"]
+    assert isinstance(model, ModelRow)
+    head_bytes = 2 * model.architecture.num_embedding_weights
+    num_bytes = matrix_bytes(model.architecture, precision) + head_bytes
+    floor_ms = num_bytes / bytes_per_s * 1000
+    shares = {
+        side: round(floor_ms / each["loads"]["1"]["tpot_ms"]["p50"], 3)
+        for side, each in result.items()
+        if isinstance(each, dict) and "loads" in each
+    }
+    return {"memory_bytes_per_s": bytes_per_s, "ms_per_token": round(floor_ms, 3), "share": shares}
 
-    `ask_counting` also counts processor time, which takes a while: between two first tokens it would be a pause, after
-    which the engine is slower (by 8 ms for a prompt of 128 tokens, seen once); so it is for the loads alone.
-    """
-    prompts = Prompts(0)
+
+def tokens_of(num_streams: int) -> int:
+    """The tokens of each stream of a load."""
+    return LOAD_TOKENS.get(num_streams, LOAD_TOKENS_OF_OTHERS)
+
+
+@contextmanager
+def start(side: str, artifact: Path, logs: Path, gateway_workers: int) -> Iterator[dict[str, Side]]:
+    """One side, ready; the stack is two."""
+    if side == "bare":
+        with bare(artifact) as worker:
+
+            def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+                return {**worker.ask(dict(request)), "token_ids": None}
+
+            yield {side: Side(ask, ask)}
+    elif side == "own":
+        with own_server(artifact, logs.with_suffix(".log")) as url, sse_load(url, SERVED_MODEL) as load:
+            yield {side: asked_by(load)}
+    else:
+        with (
+            whole_stack(artifact, logs, gateway_workers) as stack,
+            sse_load(stack.gateway_url, "simple") as load,
+            sse_load(f"grpc://{stack.grpc_front_url}", "simple") as grpc_load,
+        ):
+            yield {side: asked_by(load, stack), "grpc": asked_by(grpc_load, stack)}
+
+
+def asked_by(load: Worker, stack: Stack | None = None) -> Side:
+    """Who asks through `load`; processor time is of `stack`, where it is one."""
+
+    def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+        return load.ask(dict(request))
+
+    def ask_counting(request: Mapping[str, Any]) -> dict[str, Any]:
+        if stack is None:
+            return ask(request)
+        before = processor_us(stack)
+        answer = ask(request)
+        spent = {role: us - before[role] for role, us in processor_us(stack).items()}
+        return {**answer, "us_per_token": {role: round(us / answer["tokens"], 1) for role, us in spent.items()}}
+
+    return Side(ask, ask_counting, stack)
+
+
+def measure(sides: Mapping[str, Side], result: dict[str, Any]) -> None:
+    """First tokens, then loads, of all `sides` in turn, into `result`; a load's numbers are those of its best round."""
+    prompts = {side: Prompts(number) for number, side in enumerate(sides)}  # two sides share an engine, and its cache
     for num_streams in (1, 8, 64):  # what is compiled at first use
-        ask({"prompts": prompts.take(num_streams, LOAD_PROMPT), "max_tokens": 16})
-    ttft = first_tokens(
-        lambda prompt: ask({"prompts": [prompt], "max_tokens": 2})["ttft_ms"]["max"], seed=2, lengths=PROMPTS
-    )
-    loads = {}
-    for num_streams, num_rounds in ROUNDS.items():
-        rounds = [
-            (ask_counting or ask)({"prompts": prompts.take(num_streams, LOAD_PROMPT), "max_tokens": LOAD_TOKENS})
-            for _ in range(num_rounds)
-        ]
-        best = max(rounds, key=lambda each: float(each["tokens_per_s"]))
-        loads[str(num_streams)] = {**best, "rounds_tokens_per_s": [each["tokens_per_s"] for each in rounds]}
-        say(f"  {num_streams} streams: {[each['tokens_per_s'] for each in rounds]} tokens/s")
-    return {"ttft_ms": ttft, "loads": loads}
+        for name, side in sides.items():
+            side.ask({"prompts": prompts[name].take(num_streams, LOAD_PROMPT), "max_tokens": 16})
+    with ExitStack() as clients:
+        first: dict[str, Callable[[list[int]], float]] = {
+            name: first_token_of(side.ask) for name, side in sides.items()
+        }
+        if "stack" in sides and (stack := sides["stack"].stack) is not None:
+            client = clients.enter_context(EngineClient(stack.triton_grpc_url, ENGINE, stack.inference_key()))
+            first["engine_model"] = lambda prompt: client.first_token_ms(prompt, 2)
+        for name, ttft in first_tokens(first, seed=20, lengths=PROMPTS).items():
+            result.setdefault(name, {})["ttft_ms"] = ttft
+    for num_streams in LOADS:
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+        for number in range(ROUNDS):
+            for name in list(sides)[:: -1 if number % 2 else 1]:
+                request = {
+                    "prompts": prompts[name].take(num_streams, LOAD_PROMPT),
+                    "max_tokens": tokens_of(num_streams),
+                }
+                rounds[name].append(sides[name].ask_counting(request))
+        for name, done in rounds.items():
+            best = max(done, key=lambda each: float(each["tokens_per_s"]))
+            rates = [each["tokens_per_s"] for each in done]
+            result[name].setdefault("loads", {})[str(num_streams)] = {**best, "rounds_tokens_per_s": rates}
+            say(f"  {num_streams} streams, {name}: {rates} tokens/s")
+
+
+def first_token_of(ask: Ask) -> Callable[[list[int]], float]:
+    return lambda prompt: float(ask({"prompts": [prompt], "max_tokens": 2})["ttft_ms"]["max"])
 
 
 class Prompts:
@@ -107,20 +205,30 @@ class Prompts:
         return [[self._random.randrange(100, VOCABULARY) for _ in range(length)] for _ in range(num)]
 
 
-def first_tokens(ask: Callable[[list[int]], float], *, seed: int, lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Milliseconds to the first token, by the prompt's length."""
+def first_tokens(
+    sides: Mapping[str, Callable[[list[int]], float]], *, seed: int, lengths: tuple[int, ...]
+) -> dict[str, dict[str, Any]]:
+    """Milliseconds to the first token, by side and by the prompt's length. No side gets the prompt of another.
+
+    Nobody waits between two: after a pause an engine is slower (by 8 ms for a prompt of 128 tokens, seen once).
+    """
     prompts = Prompts(seed)
-    found = {}
+    found: dict[str, dict[str, Any]] = {name: {} for name in sides}
     for length in lengths:
-        ask(prompts.take(1, length)[0])  # the first of its length may compile something
-        found[str(length)] = summarize([ask(prompt) for prompt in prompts.take(FIRST_TOKENS, length)])
-        say(f"  first token of {length}: p50 {found[str(length)]['p50']} ms")
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(1 + FIRST_TOKENS):
+            for name, ask in sides.items():
+                times[name].append(ask(prompts.take(1, length)[0]))
+        for name, each in times.items():
+            del each[0]  # the first of its length may compile something
+            found[name][str(length)] = {**summarize(each), "all": [round(ms, 2) for ms in each]}
+        say(f"  first token of {length}: p50 { {name: each[str(length)]['p50'] for name, each in found.items()} } ms")
     return found
 
 
 def prefix_cache(ask: Ask) -> dict[str, Any]:
     """The first token behind a prefix of `PREFIX` tokens that is in the prefix cache, and behind a new one."""
-    prompts = Prompts(4)
+    prompts = Prompts(40)
     shared = prompts.take(1, PREFIX)[0]
 
     def first_ms(start: list[int]) -> float:
@@ -140,19 +248,15 @@ def ratios(result: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "stack" not in result:
         return found
-    for side in ("bare", "own"):
+    for side in ("bare", "own", "engine_model", "grpc"):
         if side in result:
             mine, others = result["stack"], result[side]
-            found[f"tokens_per_s_over_{side}"] = {
-                num: round(mine["loads"][num]["tokens_per_s"] / others["loads"][num]["tokens_per_s"], 4)
-                for num in mine["loads"]
-            }
+            if "loads" in others:
+                found[f"tokens_per_s_over_{side}"] = {
+                    num: round(mine["loads"][num]["tokens_per_s"] / others["loads"][num]["tokens_per_s"], 4)
+                    for num in mine["loads"]
+                }
             found[f"added_ttft_ms_over_{side}"] = {
                 num: round(mine["ttft_ms"][num]["p50"] - others["ttft_ms"][num]["p50"], 2) for num in mine["ttft_ms"]
             }
-    if "engine_model_ttft_ms" in result:
-        found["added_ttft_ms_over_engine_model"] = {
-            num: round(result["stack"]["ttft_ms"][num]["p50"] - each["p50"], 2)
-            for num, each in result["engine_model_ttft_ms"].items()
-        }
     return found

@@ -1,19 +1,29 @@
-"""Parts `chunked` and `ngram`: chunked prefill and n-gram speculation, through the whole stack, on against off."""
+"""Parts `chunked`, `ngram` and `hits`, through the whole stack.
+
+Chunked prefill and n-gram speculation, on against off; the exact cache and its single flight at a steady rate.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from perf.errors import PerfError
 from perf.gpu.rows import LLAMA, SMOLLM2, make_artifact, make_row
 from perf.gpu.sides import sse_load, whole_stack
 from perf.gpu.speed import Prompts
+from perf.prompts import fresh_question
 from perf.report import say
+from perf.stats import summarize
+from perf.worker import Worker
 
 NUM_STREAMS, STREAM_TOKENS = 32, 400
 NUM_ARRIVING, ARRIVING_PROMPT = 4, 8000
+HITS_PER_S, HIT_TOKENS, KNOWN_QUESTIONS = 1000, 1024, 20
 
 
 def chunked(work: Path, cache: Path, out: Path, gateway_workers: int, **changes: Any) -> dict[str, Any]:
@@ -88,3 +98,45 @@ def ngram(work: Path, cache: Path, out: Path, gateway_workers: int, **changes: A
         result[speculation] = best
     faster = result["ngram"]["tokens_per_s"] / result["none"]["tokens_per_s"]
     return {**result, "ratio": round(faster, 3), "texts_equal": texts["none"] == texts["ngram"]}
+
+
+def hits(work: Path, cache: Path, out: Path, gateway_workers: int, **changes: Any) -> dict[str, Any]:
+    """`HITS_PER_S` requests a second, whatever is answered: of one new question, then of some that are known.
+
+    Of one question all that come while its answer is made are one flight, and later ones exact hits.
+    """
+    row = make_row(
+        "gpu-hits", SMOLLM2, has_cache=True, precision="bf16", max_seq_len=8192, gpu_memory_share=0.3, **changes
+    )
+    artifact = make_artifact(row, work, cache)
+    known = [fresh_question(index, index) for index in range(KNOWN_QUESTIONS)]
+    with (
+        whole_stack(artifact, out / "logs" / "hits", gateway_workers) as stack,
+        Worker("perf.open_load", stack.gateway_url) as load,
+    ):
+        load.ask({"asks": [[0.0, each, HIT_TOKENS] for each in known], "may_end": True})
+        flight = _at_rate(load, [fresh_question(1000, 1000)], 1.0)
+        exact = _at_rate(load, known, 4.0)
+    say(f"  {HITS_PER_S} requests/s: {flight['cache']} of one question, {exact['cache']} of known ones")
+    return {"requests_per_s": HITS_PER_S, "single_flight": flight, "exact": exact}
+
+
+def _at_rate(load: Worker, questions: list[str], duration_s: float) -> dict[str, Any]:
+    num = int(HITS_PER_S * duration_s)
+    asks = [[index / HITS_PER_S, questions[index % len(questions)], HIT_TOKENS] for index in range(num)]
+    answers = load.ask({"asks": asks, "may_end": True})["answers"]
+    done = [each for each in answers if "failed" not in each]
+    if not done:
+        raise PerfError(f"all of {num} requests failed, the first by: {answers[0]['failed']}")
+    late_ms = [(each["sent_s"] - at_s) * 1000 for each, (at_s, _, _) in zip(answers, asks) if "failed" not in each]
+    return {
+        "requests": num,
+        "failed": num - len(done),
+        "cache": dict(Counter(_how(each["rt"]) for each in done)),
+        "ttft_ms": summarize([(each["times_s"][0] - each["sent_s"]) * 1000 for each in done]),
+        "sent_late_ms": summarize(late_ms),
+    }
+
+
+def _how(rt: Mapping[str, Any]) -> str:
+    return "shared" if rt.get("shared") else str(rt["cache"])

@@ -18,6 +18,7 @@ def test_an_ensemble_and_a_decoupled_model(scripted_stack: Stack) -> None:
     served = Served(
         ROOT / "artifacts" / "scripted",
         scripted_stack.url,
+        scripted_stack.front_url,
         facts["triton_grpc_url"],
         facts["triton_metrics_url"],
         Path(facts["logs"]["triton"]),

@@ -19,6 +19,7 @@ def test_two_of_them(scripted_stack: Stack, tmp_path: Path) -> None:
         ground.scripted = ground.unbatched = Served(
             tmp_path,
             scripted_stack.url,
+            scripted_stack.front_url,
             facts["triton_grpc_url"],
             facts["triton_metrics_url"],
             Path(facts["logs"]["triton"]),

@@ -91,7 +91,9 @@ def side(rate: float, ttft_ms: float) -> dict[str, Any]:
 
 
 def test_ratios() -> None:
-    found = ratios({"bare": side(100, 16.0), "stack": side(95, 20.0), "engine_model_ttft_ms": {"512": {"p50": 18.0}}})
+    found = ratios(
+        {"bare": side(100, 16.0), "stack": side(95, 20.0), "engine_model": {"ttft_ms": {"512": {"p50": 18.0}}}}
+    )
     assert found == {
         "tokens_per_s_over_bare": {"64": 0.95},
         "added_ttft_ms_over_bare": {"512": 4.0},
