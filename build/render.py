@@ -22,7 +22,7 @@ from build.render_trtllm import backend_parameters, llmapi_parameters
 from build.rows import TargetRow, TierRow, TritonModel
 from build.tensorrt_plan import PLAN
 from orchestrator.config import Adapter, Embedder, Speaker, Speech, Tier, Tiers, Transcriber
-from orchestrator.contracts import EMBEDDING_ENCODER_MODEL, NUM_PRIORITIES, STT_MODEL, TTS_MODEL
+from orchestrator.contracts import STT_MODEL, TTS_MODEL
 
 
 def render_config(
@@ -38,11 +38,8 @@ def render_config(
     config.backend = settings.backend
     config.max_batch_size = 0 if _is_llmapi(settings) else settings.max_batch_size
     if settings.max_queue_delay_microseconds is not None:
+        # Without priority levels: with them Triton 2.51 lets 2 % of single requests wait 500 ms, for nobody wakes its batcher.
         config.dynamic_batching.max_queue_delay_microseconds = settings.max_queue_delay_microseconds
-        if name == EMBEDDING_ENCODER_MODEL:
-            # The orchestrator's questions, which wait for a fifth of a second, come before lists that others embed.
-            config.dynamic_batching.priority_levels = NUM_PRIORITIES
-            config.dynamic_batching.default_priority_level = NUM_PRIORITIES
     if settings.allow_ragged_batch:
         for tensor in config.input:
             tensor.allow_ragged_batch = True

@@ -281,9 +281,6 @@ TEXT_ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
 EMBEDDING_MODEL = "embedding"
 EMBEDDING_TOKENIZER_MODEL = "embedding_tokenizer"
 EMBEDDING_ENCODER_MODEL = "embedding_encoder"
-# Of its batcher: 1 for the orchestrator's own questions, the last, by default, for everybody else's.
-NUM_PRIORITIES = 2
-PRIORITY_PARAMETER = "priority"  # Triton's own
 
 TEXT = TensorSpec("text", "TYPE_STRING", optional=False)
 # Word pieces of the embedder; not the ids of an LLM, whose tensor has the same name.

@@ -32,7 +32,7 @@ class GrpcEmbedder:
         self._word_pieces = WordPieces(
             folder / "tokenizer.json", max_input_tokens=row.max_input_tokens, pad_id=row.pad_id
         )
-        self._encoder = EncoderClient(url, contracts.EMBEDDING_ENCODER_MODEL, contracts.EMBEDDING, priority=1)
+        self._encoder = EncoderClient(url, contracts.EMBEDDING_ENCODER_MODEL, contracts.EMBEDDING)
         self.close = self._encoder.close
 
     async def __call__(self, text: str) -> npt.NDArray[np.float32] | None:

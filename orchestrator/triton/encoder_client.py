@@ -17,13 +17,9 @@ from orchestrator.wire import add_row, read_outputs
 class EncoderClient:
     """For one event loop."""
 
-    def __init__(self, url: str, model: str, output: TensorSpec, priority: int | None = None) -> None:
-        """`url` is host:port of Triton's gRPC service, not used before the first text; `output` is FP32.
-
-        `priority` is Triton's, 1 the first, for a model whose batcher has them.
-        """
+    def __init__(self, url: str, model: str, output: TensorSpec) -> None:
+        """`url` is host:port of Triton's gRPC service, not used before the first text; `output` is FP32."""
         self._model = model
-        self._priority = priority
         self._output = output
         self._streams = InferStreams(url)
         self._running: set[asyncio.Task[npt.NDArray[np.float32]]] = set()
@@ -38,8 +34,6 @@ class EncoderClient:
 
     async def _infer(self, input_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         request = service_pb2.ModelInferRequest(model_name=self._model)
-        if self._priority is not None:
-            request.parameters[contracts.PRIORITY_PARAMETER].uint64_param = self._priority
         add_row(request, contracts.EMBEDDING_INPUT_IDS, *input_ids)
         add_row(request, contracts.ATTENTION_MASK, *np.ones_like(input_ids))
         response = await self._streams.stub.ModelInfer(request)

@@ -75,13 +75,6 @@ def test_batching_is_the_target_s() -> None:
     assert not render("cpu", "embedding_tokenizer").input[0].allow_ragged_batch
 
 
-@pytest.mark.parametrize("target", list_targets())
-def test_the_orchestrators_questions_come_before_what_others_embed(target: str) -> None:
-    batching = render(target, "embedding_encoder").dynamic_batching
-    assert (batching.priority_levels, batching.default_priority_level) == (2, 2)
-    assert render(target, "embedding_tokenizer").dynamic_batching.priority_levels == 0
-
-
 def spec(tensor: Any) -> TensorSpec:
     scalar = tensor.HasField("reshape") and list(tensor.dims) == [1] and not tensor.reshape.shape
     optional = getattr(tensor, "optional", False)
