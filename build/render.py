@@ -38,6 +38,7 @@ def render_config(
     config.backend = settings.backend
     config.max_batch_size = 0 if _is_llmapi(settings) else settings.max_batch_size
     if settings.max_queue_delay_microseconds is not None:
+        # Without priority levels: with them Triton 2.51 lets 2 % of single requests wait 500 ms.
         config.dynamic_batching.max_queue_delay_microseconds = settings.max_queue_delay_microseconds
     if settings.allow_ragged_batch:
         for tensor in config.input:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from perf.aiperf import Limits
 from perf.cache_quality import cache_quality
-from perf.cache_speed import cache_speed
 from perf.cancel import cancel
 from perf.errors import PerfError
 from perf.everything import NAMES, everything
@@ -77,7 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             table, result = ocr(options.clients, options.pages, options.rounds)
         elif options.command == "cache-speed":
-            table, result = cache_speed(options.entries, options.clients, options.requests)
+            from perf.cache_speed import cache_speed  # nor Redis
+
+            keep = partial(write_json, options.json)
+            table, result = cache_speed(options.entries, options.clients, options.requests, options.stores, keep)
         elif options.command == "routing":
             table, result = routing(options.requests, options.rounds)
         elif options.command == "speech":
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             table, result = voice(options.artifacts, options.turns, options.barge_ins, options.pauses, options.parallel)
         elif options.command == "cache-lookup":
-            from perf.cache_lookup_speed import cache_lookup_speed  # nor Redis
+            from perf.cache_lookup_speed import cache_lookup_speed
             from perf.embedder import ArtifactEmbedder
 
             embedder = ArtifactEmbedder(find_artifact(options.artifacts, "cpu"))
@@ -236,9 +238,10 @@ def _parser() -> argparse.ArgumentParser:
     command = add("safety", "what the safety filter costs")
     command.add_argument("--rounds", type=_count, default=200, help="texts of each size")
     command = add("cache-speed", "how long a hit takes over HTTP, and what a miss costs")
-    command.add_argument("--entries", type=_counts, default=[10, 1000], help="stored answers, such as 10,1000")
+    command.add_argument("--entries", type=_counts, default=[10, 1000, 100_000], help="stored answers, such as 10,1000")
     command.add_argument("--clients", type=_counts, default=[1, 16], help="such as 1,16")
     command.add_argument("--requests", type=_count, default=400, help="requests of each kind, over all clients")
+    command.add_argument("--stores", nargs="+", choices=("memory", "redis"), default=["memory", "redis"])
     command = add("ocr", "pages read a second, batched and not, beside rapidocr called directly")
     command.add_argument("--clients", type=_counts, default=[1, 4, 16], help="such as 1,16")
     command.add_argument("--pages", type=_count, default=16, help="receipts of each round")

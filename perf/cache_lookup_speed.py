@@ -61,6 +61,12 @@ def cache_lookup_speed(
     return _table(results), {"command": "cache-lookup", "operations": num, "stores": results}
 
 
+def make_questions(pairs_path: Path, embedder: Embedder, num: int) -> list[Question]:
+    """Those of the pairs, and `num` mixtures of them."""
+    real = _read_questions(pairs_path, embedder)
+    return real + _mixtures(real, num)
+
+
 async def _measure(
     url: str,
     stored: Sequence[Question],

@@ -1,32 +1,43 @@
-"""`python -m perf cache-speed`: how long a hit takes over HTTP, and what a miss costs.
+"""`python -m perf cache-speed`: how long a hit takes over HTTP, and what a miss costs, for both stores.
 
 Target scripted with target cpu's cache and embedder: the engine answers at once, so that what is left is the way there
 and the cache. Whole answers, each client on one connection, the next request when the one before is over. The stored
-questions are all of one partition: the worst case for the lookup.
+questions are all of one partition: the worst case for the lookup. Each store and number of entries has a server of its
+own, whose store has them when it starts (`perf.cache_fillers`).
 
 A miss is compared with the same request under `Cache-Control: no-store`, in pairs, who goes first alternates.
 """
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import itertools
 import json
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
-from build.compiler import build
+import numpy as np
+
+from build.compiler import SOURCES, build
 from build.fetch import cache_folder
 from build.rows import load_models, load_target
+from orchestrator.cache.lookup import Embedder
+from orchestrator.cache.redis_store import RedisStore, connect
 from orchestrator.contracts import EMBEDDING_ENCODER_MODEL
+from orchestrator.redis_address import REDIS_VARIABLE
+from perf.cache_fillers import FILE_VARIABLE, fill, fillable_sources, write_fillers
+from perf.cache_lookup_speed import STORES, Question, make_questions
+from perf.embedder import ArtifactEmbedder
 from perf.errors import PerfError
-from perf.prompts import fresh_question
+from perf.prompts import PARAPHRASES, fresh_question
+from perf.redis_server import RedisServer
 from perf.report import format_table, say
 from perf.stack import Stack, running_stack
 from perf.stats import percentile
@@ -34,54 +45,106 @@ from perf.stats import percentile
 EXACT_BAR_MS = 3.0
 SEMANTIC_BAR_MS = 10.0
 MISS_BAR_MS = 8.0
-# Stored, and asked in other words.
-QUESTIONS = (
-    ("What is the capital of France?", "what's the capital of France"),
-    ("Who wrote Pride and Prejudice?", "who wrote pride and prejudice"),
-    ("What is the boiling point of water?", "what's the boiling point of water"),
-    ("How do I reset my password?", "how do i reset my password"),
-)
+_PAIRS = Path("tests/data/cache_pairs.jsonl")  # whose questions fill the store
+_MAX_BYTES = 1 << 30  # of 100,000 entries none has to leave
+_READY_TIMEOUT_S = 600.0  # a graph of 100,000 vectors is built before
+_MAX_LIKENESS = 0.5  # of what fills the store to what is asked
 _WARM_UP = 20
-_FILLERS = 16  # clients that fill
-_MAX_OTHERS = 0.02
+_HITS_ONLY = "only-if-cached"  # a hit that comes too late would be stored, and be an exact one from then on
+_MAX_OTHERS = 0.5
+_MAX_TRIES = 100
 
 
-def cache_speed(entries: Sequence[int], clients: Sequence[int], num_requests: int) -> tuple[str, dict[str, Any]]:
-    """Measure every number of entries with every number of clients; returns table and result. Raises `PerfError`."""
-    numbers = itertools.count()
+def cache_speed(
+    entries: Sequence[int],
+    clients: Sequence[int],
+    num_requests: int,
+    stores: Sequence[str] = STORES,
+    keep: Callable[[dict[str, Any]], object] = lambda _: None,
+) -> tuple[str, dict[str, Any]]:
+    """Measure each store with every number of entries and of clients; returns table and result.
+
+    `keep` gets the result after each number of entries too. An interruption or a failure ends it early: the result then
+    has `interrupted` or `failed`.
+    """
     runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="perf-cache-") as folder:
-        say("building target scripted with a cache")
-        with running_stack(_build(Path(folder) / "scripted")) as stack:
-            num_stored = _fill(stack, [question for question, _ in QUESTIONS])
-            for num_entries in sorted(entries):
-                say(f"filling up to {num_entries} entries")
-                missing = max(0, num_entries - num_stored)
-                num_stored += _fill(stack, [_fresh(next(numbers)) for _ in range(missing)])
-                for num_clients in clients:
-                    say(f"  {num_clients} clients: hits")
-                    times = _measure(stack, (("exact",), ("semantic",)), num_clients, num_requests, numbers)
-                    runs.append({"entries": num_entries, "clients": num_clients, **_describe(times)})
-            for run in runs[-len(clients) :]:  # last of all: misses are stored
-                say(f"  {run['clients']} clients: misses")
-                times = _measure(stack, (("miss", "bypass"),), run["clients"], num_requests, numbers)
-                run.update(_describe(times))
-                run["miss_added_ms"] = round(run["miss_ms"]["p50"] - run["bypass_ms"]["p50"], 3)
-    alone = next((run for run in reversed(runs) if run["clients"] == 1), runs[-1])
-    return _table(runs), {"command": "cache-speed", **alone, "runs": runs}
+    result: dict[str, Any] = {"command": "cache-speed", "runs": runs}
+    try:
+        with tempfile.TemporaryDirectory(prefix="perf-cache-") as folder:
+            say("building target scripted with a cache")
+            artifact, file = _build(Path(folder)), Path(folder) / "fillers"
+            questions = _make_fillers(ArtifactEmbedder(artifact), max(entries))
+            for store, num_entries in itertools.product(stores, sorted(entries)):
+                say(f"{store}, {num_entries:,} entries: filling")
+                write_fillers(file, artifact, questions[: max(0, num_entries - len(PARAPHRASES))])
+                with _serving(artifact, store, file) as stack:
+                    if (
+                        num_entries > len(PARAPHRASES)
+                        and _Client(stack.gateway_url).ask(questions[0].text)[1] == "miss"
+                    ):
+                        raise PerfError(f"{store}: {questions[0].text!r} is stored, and was a miss")
+                    measured = _measure_clients(stack, clients, num_requests)
+                runs += [{"store": store, "entries": num_entries, **each} for each in measured]
+                result |= _headline(runs)
+                keep(result)
+    except KeyboardInterrupt:
+        result["interrupted"] = True
+    except (PerfError, OSError) as error:
+        result["failed"] = str(error)
+    return _table(runs), result
 
 
-def _build(artifact: Path) -> Path:
+def _build(folder: Path) -> Path:
     target, cpu = load_target("scripted"), load_target("cpu")
+    assert cpu.cache is not None
     models = target.models | {EMBEDDING_ENCODER_MODEL: cpu.models[EMBEDDING_ENCODER_MODEL]}
-    target = target.model_copy(update={"cache": cpu.cache, "models": models})
-    build(target, load_models(target), artifact, cache=cache_folder(), progress=lambda _: nullcontext())
+    cache = cpu.cache.model_copy(update={"max_bytes": _MAX_BYTES})
+    target = target.model_copy(update={"cache": cache, "models": models})
+    artifact, sources = folder / "scripted", fillable_sources(SOURCES, folder / "sources")
+    build(
+        target,
+        load_models(target),
+        artifact,
+        cache=cache_folder(),
+        progress=lambda _: nullcontext(),
+        sources=sources,
+    )
     return artifact
 
 
-def _fresh(number: int) -> str:
-    """A question that was not asked before; its number keeps the guards from serving another's answer."""
-    return fresh_question(number, number)
+def _make_fillers(embedder: Embedder, num: int) -> list[Question]:
+    """At least `num` questions, none of which could be served in the place of what is asked."""
+    own = np.stack([vector for pair in PARAPHRASES for text in pair if (vector := embedder.embed(text)) is not None])
+    questions = make_questions(_PAIRS, embedder, num)
+    return [question for question in questions if float(np.max(own @ question.vector)) < _MAX_LIKENESS]
+
+
+@contextmanager
+def _serving(artifact: Path, store: str, file: Path) -> Iterator[Stack]:
+    """The server, whose store has what `file` has."""
+    if store == "memory":
+        with running_stack(artifact, ready_timeout_s=_READY_TIMEOUT_S, environ={FILE_VARIABLE: str(file)}) as stack:
+            yield stack
+        return
+    server = RedisServer()
+    server.start()
+    try:
+        asyncio.run(_fill_redis(server.url, file))
+        with running_stack(artifact, environ={REDIS_VARIABLE: server.url}) as stack:
+            yield stack
+    finally:
+        server.stop()
+
+
+async def _fill_redis(url: str, file: Path) -> None:
+    client = connect(url)
+    await fill(RedisStore(client, _MAX_BYTES), file)
+    await client.aclose()
+
+
+def _headline(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What one client had of the store in process with the most entries, or what comes nearest to it."""
+    return max(runs, key=lambda run: (run["store"] == "memory", -run["clients"], run["entries"]))
 
 
 class _Client:
@@ -94,62 +157,65 @@ class _Client:
         """How long the whole answer took, in ms, and what `rt.cache` says."""
         body = json.dumps({"model": "simple", "messages": [{"role": "user", "content": question}]})
         headers = {"content-type": "application/json", **({"cache-control": control} if control else {})}
-        started_s = time.perf_counter()
+        started_s = perf_counter()
         self._connection.request("POST", "/v1/chat/completions", body, headers)
         response = self._connection.getresponse()
         raw = response.read()
-        took_ms = (time.perf_counter() - started_s) * 1000
+        took_ms = (perf_counter() - started_s) * 1000
+        if response.status == http.HTTPStatus.GATEWAY_TIMEOUT and control == _HITS_ONLY:
+            return took_ms, "miss"
         if response.status != http.HTTPStatus.OK:
             raise PerfError(f"{question!r}: {response.status} {raw.decode(errors='replace')}")
         return took_ms, json.loads(raw)["rt"]["cache"]
 
 
-def _fill(stack: Stack, questions: Sequence[str]) -> int:
-    """Have the answers to `questions` stored; returns how many there were."""
+def _store_questions(stack: Stack) -> None:
+    """Answers are stored after they were sent: each question is asked until it is a hit."""
+    client = _Client(stack.gateway_url)
+    for question, _ in PARAPHRASES:
+        if not any(client.ask(question)[1] == "exact" for _ in range(_MAX_TRIES)):
+            raise PerfError(f"{question!r}: asked {_MAX_TRIES} times, and its answer is not stored")
 
-    def fill(part: int) -> None:
-        client = _Client(stack.gateway_url)
-        for question in questions[part::_FILLERS]:
-            client.ask(question)
 
-    def wait_for_embedder() -> None:
-        """Answers are stored after they were sent, and embedded for it: this text stands in the queue behind theirs."""
-        host = urlsplit(stack.gateway_url).netloc
-        connection = http.client.HTTPConnection(host, timeout=60)
-        body = json.dumps({"model": "embedding", "input": "Is everything stored?"})
-        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
-        connection.getresponse().read()
-        connection.close()
-
-    with ThreadPoolExecutor(_FILLERS) as pool:
-        for done in [pool.submit(fill, part) for part in range(_FILLERS)]:
-            done.result()
-    wait_for_embedder()
-    return len(questions)
+def _measure_clients(stack: Stack, clients: Sequence[int], num_requests: int) -> list[dict[str, Any]]:
+    """A run for each number of clients: hits, and then misses, of which each is stored."""
+    _store_questions(stack)
+    numbers = itertools.count()
+    runs: list[dict[str, Any]] = [{"clients": num_clients} for num_clients in clients]
+    for phases in ((("exact",), ("semantic",)), (("miss", "bypass"),)):
+        for run in runs:
+            say(f"  {run['clients']} clients: {', '.join(itertools.chain(*phases))}")
+            times, others = _measure(stack, phases, run["clients"], num_requests, numbers)
+            run.update(_describe(times))
+            run["others"] = {**run.get("others", {}), **others}
+    for run in runs:
+        run["miss_added_ms"] = round(run["miss_ms"]["p50"] - run["bypass_ms"]["p50"], 3)
+    return runs
 
 
 def _measure(
     stack: Stack, phases: Sequence[Sequence[str]], num_clients: int, num_requests: int, numbers: itertools.count[int]
-) -> dict[str, list[float]]:
-    """Times in ms by what the cache had, `num_requests` of each kind over all clients.
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Times in ms by what the cache had, `num_requests` of each kind over all clients; and who were of another kind.
 
-    A hit whose vector comes too late on a busy machine is a miss, and is left out. Raises `PerfError` where there are
-    more than a few.
+    A hit whose vector, or whose store, comes too late on a busy machine is a miss, and is left out. Raises `PerfError`
+    where most are.
     """
     times: dict[str, list[float]] = {kind: [] for kinds in phases for kind in kinds}
-    others: dict[str, int] = {}
+    others = dict.fromkeys(times, 0)
 
     def run(kinds: Sequence[str], number: int) -> None:
         client = _Client(stack.gateway_url)
         for index in range(-_WARM_UP, num_requests // num_clients):
             for kind in kinds if index % 2 else reversed(kinds):
-                if kind in ("exact", "semantic"):
-                    question = QUESTIONS[(index + number) % len(QUESTIONS)][kind == "semantic"]
+                if is_hit := kind in ("exact", "semantic"):
+                    question = PARAPHRASES[(index + number) % len(PARAPHRASES)][kind == "semantic"]
                 else:
-                    question = _fresh(next(numbers))
-                took_ms, got = client.ask(question, "no-store" if kind == "bypass" else "")
+                    number_asked = next(numbers)  # it keeps the guards from serving another's answer
+                    question = fresh_question(number_asked, number_asked)
+                took_ms, got = client.ask(question, "no-store" if kind == "bypass" else _HITS_ONLY if is_hit else "")
                 if got != kind:
-                    others[kind] = others.get(kind, 0) + 1
+                    others[kind] += index >= 0
                 elif index >= 0:
                     times[kind].append(took_ms)
 
@@ -157,9 +223,9 @@ def _measure(
         with ThreadPoolExecutor(num_clients) as pool:
             for done in [pool.submit(run, kinds, number) for number in range(num_clients)]:
                 done.result()
-    if max(others.values(), default=0) > _MAX_OTHERS * num_requests:
+    if max(others.values()) > _MAX_OTHERS * num_requests:
         raise PerfError(f"rt.cache was not what was expected in {others} of {num_requests} requests of each kind")
-    return times
+    return times, others
 
 
 def _describe(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -173,11 +239,9 @@ def _table(runs: Sequence[dict[str, Any]]) -> str:
     bars = {"exact": f"p50 <= {EXACT_BAR_MS:.0f}", "semantic": f"p50 <= {SEMANTIC_BAR_MS:.0f}"}
     rows: list[tuple[object, ...]] = []
     for run in runs:
-        where = f"{run['entries']} entries, {run['clients']} clients"
+        where = f"{run['store']}, {run['entries']:,} entries, {run['clients']} clients"
         for kind in ("exact", "semantic", "miss", "bypass"):
-            if (points := run.get(f"{kind}_ms")) is None:
-                continue
+            points = run[f"{kind}_ms"]
             rows.append((f"{where}: {kind}", points["p50"], points["p95"], points["p99"], bars.get(kind, "")))
-        if "miss_added_ms" in run:
-            rows.append((f"{where}: miss - bypass", run["miss_added_ms"], "", "", f"p50 <= {MISS_BAR_MS:.0f}"))
+        rows.append((f"{where}: miss - bypass", run["miss_added_ms"], "", "", f"p50 <= {MISS_BAR_MS:.0f}"))
     return format_table(("whole answer over HTTP, ms", "p50", "p95", "p99", "bar, alone"), rows)

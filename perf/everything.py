@@ -50,7 +50,7 @@ PARTS = (
     Part(("instrumentation",), ("cpu",), 4),
     Part(("soak", "--minutes", "10"), (), 11),
     Part(("litellm",), ("scripted",), 2),
-    Part(("cache-speed",), (), 3),
+    Part(("cache-speed",), (), 5),
     Part(("cache-quality",), ("cpu",), 1),
     Part(("cache-lookup",), ("cpu",), 5),
     Part(("router-quality",), ("cpu",), 1),

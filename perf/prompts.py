@@ -23,6 +23,14 @@ QUESTIONS = (
     "What happens inside a star from its birth to its end?",
 )
 
+# Stored, and asked in other words.
+PARAPHRASES = (
+    ("What is the capital of France?", "what's the capital of France"),
+    ("Who wrote Pride and Prejudice?", "who wrote pride and prejudice"),
+    ("What is the boiling point of water?", "what's the boiling point of water"),
+    ("How do I reset my password?", "how do i reset my password"),
+)
+
 
 def fresh_question(index: int, number: int) -> str:
     """The question of `index` (any whole number), fresh for every `number` below a million."""

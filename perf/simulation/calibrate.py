@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import itertools
 import json
@@ -16,7 +17,9 @@ from perf.errors import PerfError
 from perf.processes import descendants, processor_s
 from perf.prompts import QUESTIONS, fresh_question, script
 from perf.report import say
+from perf.simulation.events import Simulation
 from perf.simulation.replica import Service
+from perf.simulation.traffic import Ask, Tier, Tokens
 from perf.stack import Stack
 from perf.worker import Worker
 
@@ -27,7 +30,13 @@ _TTFTS = 8  # requests of each length
 # In prompts: a long one, of some 150 tokens, and those of the sequences whose steps are timed. As long as what the
 # model is held against: prefill is not quite linear, and a step takes longer the more there is to attend to.
 _MANY_QUESTIONS, _SOME_QUESTIONS = 12, 3
+# Requests that come as fast as the engine could answer them, if so many were in a step: the longer they come, the less
+# their end is that of the last ones, and the more of them run together in the end.
+_NUM_JOINING, _JOINED_TOKENS, _TOGETHER = 96, 24, 16
+_JOINING = Tier("simple", 1.0, Tokens(60), Tokens(_JOINED_TOKENS))
+_HALVINGS = 20
 _HITS = 10
+_MEASURED = ("prefill_s_per_token", "join_s", "before_s", "hit_s", "first_token_s", "cores")
 _TIMEOUT_S = 60
 
 
@@ -101,16 +110,56 @@ def calibrate(gateway: Gateway, max_running: int, max_live: int, step_tokens: in
             cores = max(cores, (gateway.processor_s() - used_s) / (time.monotonic() - began_s))
         # More sequences never make a step shorter: what looks so is noise.
         steps.append((size, max([statistics.median(rounds), *(took_s for _, took_s in steps)])))
-    return Service(
+    service = Service(
         steps=tuple(steps),
         prefill_s_per_token=prefill_s,
-        before_s=max(0.0, short[1] - short[0] * prefill_s - steps[0][1]),
         hit_s=_hit_s(gateway.stack.gateway_url),
         step_tokens=step_tokens,
         max_running=max_running,
         max_live=max_live,
         cores=round(cores, 2),
     )
+    say("service times: requests that join")
+    service = _with_joins(gateway, service)
+    before_s = max(0.0, short[1] - short[0] * prefill_s - service.join_s - steps[0][1])
+    return dataclasses.replace(service, before_s=before_s)
+
+
+def mean_of(services: Sequence[Service]) -> Service:
+    """The mean of what was measured several times; the limits are the first's."""
+    first = services[0]
+    sizes = [size for size, _ in first.steps]
+    steps_s = [statistics.mean(took_s) for took_s in zip(*([took_s for _, took_s in each.steps] for each in services))]
+    means = {name: statistics.mean(getattr(each, name) for each in services) for name in _MEASURED}
+    return dataclasses.replace(first, steps=tuple(zip(sizes, steps_s)), **means)
+
+
+def _with_joins(gateway: Gateway, service: Service) -> Service:
+    """`service` with its `join_s`: by it, requests that come as fast as the engine could answer them end when they did.
+
+    It is what a request takes from the engine beside its prefill: embedder, cache and all else on its way use cores
+    that the engine would use. A request alone does not show it.
+    """
+    lengths = [gateway.count(gateway.prompt()) for _ in range(_NUM_JOINING)]
+    every_s = service.step_s(_TOGETHER) * _JOINED_TOKENS / _TOGETHER
+    every_s += service.prefill_s_per_token * statistics.mean(lengths)
+    begins_s = [place * every_s for place in range(_NUM_JOINING)]
+
+    def asked_end_s() -> float:
+        answers = gateway.ask([(at_s, gateway.prompt(), _JOINED_TOKENS) for at_s in begins_s])
+        return max(float(answer["times_s"][-1]) for answer in answers)
+
+    def simulated_end_s(join_s: float) -> float:
+        simulation = Simulation(dataclasses.replace(service, join_s=join_s), 1)
+        simulation.run((at_s, Ask(_JOINING, length, _JOINED_TOKENS)) for at_s, length in zip(begins_s, lengths))
+        return simulation.now_s
+
+    end_s = statistics.median(asked_end_s() for _ in range(_ROUNDS))
+    low_s, high_s = 0.0, end_s / _NUM_JOINING
+    for _ in range(_HALVINGS):
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (low_s, middle_s) if simulated_end_s(middle_s) >= end_s else (middle_s, high_s)
+    return dataclasses.replace(service, join_s=low_s)
 
 
 def calibrate_scripted(gateway: Gateway, first_token_ms: float, itl_ms: float, max_running: int) -> Service:

@@ -30,13 +30,15 @@ class Service:
 
     `steps` are (sequences in a step, seconds of the step), rising; between them it is linear, beyond the last one by
     the last two. A step that prefills takes `prefill_s_per_token` more for each of its prompt tokens, of which it takes
-    `step_tokens` at most. `before_s` passes outside of the engine, `hit_s` is a stored answer's whole time.
+    `step_tokens` at most; one that ends a prompt takes `join_s` more, which embedder, cache and all else around the
+    engine took from it. `before_s` passes outside of the engine, `hit_s` is a stored answer's whole time.
     `steps_together` false: each sequence has a clock of its own, and `first_token_s` before its first token (the
     scripted engine). `cores` is what a busy replica uses.
     """
 
     steps: tuple[tuple[int, float], ...]
     prefill_s_per_token: float = 0.0
+    join_s: float = 0.0
     before_s: float = 0.0
     hit_s: float = 0.0
     first_token_s: float = 0.0
@@ -210,7 +212,7 @@ class Replica:
             return
         if (step_s := self._steps_s.get(num_sequences)) is None:
             step_s = self._steps_s[num_sequences] = self.service.step_s(max(1, num_sequences))
-        took_s = step_s + taken * self.service.prefill_s_per_token
+        took_s = step_s + taken * self.service.prefill_s_per_token + len(joining) * self.service.join_s
         took_s *= self.machine.slowdown(self.service.cores)
         self.busy_s += took_s
         if self._num_decoding:

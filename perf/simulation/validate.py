@@ -2,7 +2,8 @@
 
 Two served targets: `scripted`, of which eight requests run at a time, so that a queue forms at loads that two cores can
 serve; and `cpu`, whose engine batches in flight. Three loads each, as shares of the most that the model says is
-possible.
+possible. Service times are measured before and after each load, and the model gets their mean: on most machines they
+are others some minutes later.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from build.rows import load_models, load_target
 from orchestrator.config import load_tiers
 from perf.processes import Others
 from perf.report import say
-from perf.simulation.calibrate import Gateway, calibrate, calibrate_scripted, ttft_s
+from perf.simulation.calibrate import Gateway, calibrate, calibrate_scripted, mean_of, ttft_s
 from perf.simulation.events import Simulation, describe, points
 from perf.simulation.replica import Service
 from perf.simulation.traffic import Ask, Tier, Tokens
@@ -57,27 +58,31 @@ def validate(artifacts: Path, seconds: float, keep: Callable[[dict[str, Any]], o
             scripted = _build_scripted(Path(folder) / "scripted")
             with running_stack(scripted) as stack, Worker("perf.open_load", stack.gateway_url) as worker:
                 gateway = Gateway(stack, worker)
-                service = calibrate_scripted(gateway, _FIRST_TOKEN_MS, _ITL_MS, _SCRIPTED_RUNNING)
+
+                def time_scripted() -> Service:
+                    return calibrate_scripted(gateway, _FIRST_TOKEN_MS, _ITL_MS, _SCRIPTED_RUNNING)
 
                 def scripts(num_tokens: int, _: random.Random) -> str:
                     return gateway.script(num_tokens, _FIRST_TOKEN_MS, _ITL_MS)
 
                 measured["scripted"] = {}
-                _hold(gateway, service, scripts, seconds, measured["scripted"], lambda: keep(result))
+                _hold(gateway, time_scripted, scripts, seconds, measured["scripted"], lambda _: keep(result))
         with running_stack(cpu) as stack, Worker("perf.open_load", stack.gateway_url) as worker:
             gateway = Gateway(stack, worker)
             limits = load_tiers(cpu / "tiers.toml").limits
-            others = Others()
-            service = calibrate(gateway, limits.max_running_requests, limits.max_live_requests, _step_tokens())
-            result["service"] = service.as_json()
-            result["others_cores"] = round(others.cores(), 3)
-            keep(result)
             measured["cpu"] = {}
+
+            def time_cpu() -> Service:
+                return calibrate(gateway, limits.max_running_requests, limits.max_live_requests, _step_tokens())
 
             def questions(_: int, chance: random.Random) -> str:
                 return gateway.prompt(chance.choice(_QUESTIONS))
 
-            _hold(gateway, service, questions, seconds, measured["cpu"], lambda: keep(result))
+            def keep_service(service: Service) -> None:
+                result["service"] = service.as_json()
+                keep(result)
+
+            _hold(gateway, time_cpu, questions, seconds, measured["cpu"], keep_service)
     except KeyboardInterrupt:
         result["interrupted"] = True
     errors = [abs(error) for loads in measured.values() for each in loads.values() for error in each["errors"].values()]
@@ -106,12 +111,17 @@ Make = Callable[[int, random.Random], str]
 
 
 def _hold(
-    gateway: Gateway, service: Service, make: Make, seconds: float, loads: dict[str, Any], keep: Callable[[], object]
+    gateway: Gateway,
+    time: Callable[[], Service],
+    make: Make,
+    seconds: float,
+    loads: dict[str, Any],
+    keep: Callable[[Service], object],
 ) -> None:
-    """Fill `loads`; `make` makes a prompt whose answer has so many tokens."""
-    most = _most_per_s(service, gateway, make)
+    """Fill `loads`; `make` makes a prompt whose answer has so many tokens. `keep` gets the mean of what `time` told."""
+    services = [time()]
     for load in LOADS:
-        rate = load * most
+        rate = load * _most_per_s(services[-1], gateway, make)
         lasts_s = max(seconds, _LEAST_REQUESTS / rate)
         say(f"load {load:g}: {rate:.2f} requests a second for {lasts_s:.0f} s")
         chance, at_s = random.Random(_SEED), 0.0
@@ -122,15 +132,18 @@ def _hold(
         others = Others()
         answers = gateway.ask(asks)
         others_cores = round(others.cores(), 3)
+        services.append(time())
+        service = mean_of(services[-2:])
         simulation = Simulation(service, 1)
         simulation.run((at_s, Ask(_TIER, gateway.count(text), tokens)) for at_s, text, tokens in asks)
         loads[f"{load:g}"] = compare(_describe(answers), describe(simulation)) | {
             "rate": round(rate, 3),
             "others_cores": others_cores,
+            "service": service.as_json(),
             "requests": _timeline(answers),
             "stages_ms": _stages(answers),
         }
-        keep()
+        keep(mean_of(services))
 
 
 def _most_per_s(service: Service, gateway: Gateway, make: Make) -> float:

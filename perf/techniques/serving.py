@@ -17,9 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from build.router_data import read_labelled
-from perf.cache_speed import QUESTIONS
 from perf.errors import PerfError
-from perf.prompts import script
+from perf.prompts import PARAPHRASES, script
 from perf.report import say
 from perf.sse import SseConnection, chat_body
 from perf.stack import Stack
@@ -100,7 +99,7 @@ def semantic_cache(ground: Ground) -> Comparison:
     """A whole answer to a question that is stored in other words, against the one to those when they were new."""
     rounds, num_served = [], 0
     with Client(ground.stack) as client:
-        for stored, asked in QUESTIONS:
+        for stored, asked in PARAPHRASES:
             miss_ms, first = client.chat("simple", user(stored), stored=True)
             if first["choices"][0]["finish_reason"] != "stop":
                 continue  # an answer that was cut is not kept
@@ -111,7 +110,7 @@ def semantic_cache(ground: Ground) -> Comparison:
                 rounds.append((hit_ms, miss_ms))
     if not rounds:
         raise PerfError("semantic-cache: none of the questions was served from the cache in other words")
-    return Comparison("ms to whole answer", "lower", rounds, {"questions": len(QUESTIONS), "served": num_served})
+    return Comparison("ms to whole answer", "lower", rounds, {"questions": len(PARAPHRASES), "served": num_served})
 
 
 def routing(ground: Ground) -> Comparison:

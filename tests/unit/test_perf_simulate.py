@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from perf.__main__ import main
 from perf.errors import PerfError
 from perf.simulate import fewest, idle_share, read_tiers, simulate, two_replicas
-from perf.simulation.calibrate import _step_s
+from perf.simulation.calibrate import _step_s, _with_joins, mean_of
+from perf.simulation.events import Simulation
 from perf.simulation.replica import Service
-from perf.simulation.traffic import Tier, Tokens
+from perf.simulation.traffic import Ask, Tier, Tokens
 from perf.simulation.validate import compare
 
 SERVICE = Service(
@@ -135,3 +137,36 @@ def test_a_step_is_timed_while_all_decode() -> None:
     assert _step_s([answer(0, 0.04, 50, per_event=2)]) == pytest.approx(0.02)
     with pytest.raises(PerfError, match="did not overlap"):
         _step_s([answer(0, 0.02, 3), answer(5, 0.02, 3)])
+
+
+class SimulatedGateway:
+    """Answers as a model says, in the place of a server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def prompt(self) -> str:
+        return "one two"
+
+    def count(self, prompt: str) -> int:
+        return 50
+
+    def ask(self, asks: Sequence[tuple[float, str, int]]) -> list[dict[str, Any]]:
+        simulation = Simulation(self._service, 1)
+        simulation.run((at_s, Ask(Tier("simple", 1.0, Tokens(50), Tokens(num)), 50, num)) for at_s, _, num in asks)
+        return [{"times_s": [request.ended_s]} for request in simulation.requests]
+
+
+@pytest.mark.parametrize("join_s", [0.0, 0.004, 0.015])
+def test_what_requests_that_join_cost_is_found_by_when_they_end(join_s: float) -> None:
+    service = dataclasses.replace(SERVICE, prefill_s_per_token=0.0003, before_s=0.0)
+    gateway: Any = SimulatedGateway(dataclasses.replace(service, join_s=join_s))
+    assert _with_joins(gateway, service).join_s == pytest.approx(join_s, abs=0.0005)
+
+
+def test_the_mean_of_what_was_measured_twice() -> None:
+    slower = dataclasses.replace(SERVICE, steps=tuple((size, 2 * s) for size, s in SERVICE.steps), before_s=0.04)
+    mean = mean_of([SERVICE, slower])
+    assert [took_s for _, took_s in mean.steps] == pytest.approx([1.5 * took_s for _, took_s in SERVICE.steps])
+    assert mean.before_s == pytest.approx(0.03)
+    assert dataclasses.replace(mean, steps=SERVICE.steps, before_s=SERVICE.before_s) == SERVICE

@@ -102,6 +102,7 @@ SERVICES = st.builds(
     Service,
     steps=st.sampled_from([((1, 0.01),), ((1, 0.01), (8, 0.02)), ((1, 0.002), (4, 0.002), (64, 0.05))]),
     prefill_s_per_token=st.sampled_from([0.0, 0.0005]),
+    join_s=st.sampled_from([0.0, 0.01]),
     before_s=st.sampled_from([0.0, 0.005]),
     hit_s=st.just(0.003),
     first_token_s=st.sampled_from([0.0, 0.04]),
@@ -191,6 +192,14 @@ def test_a_long_prompt_is_taken_in_chunks() -> None:
     simulation = Simulation(service, 1)
     simulation.run([(0.0, Ask(TIER, 1, 50)), (0.05, Ask(TIER, 1000, 1))])
     assert max(took_s for took_s, _ in simulation.replicas[0].step_gaps) == pytest.approx(0.11)
+
+
+def test_who_joins_holds_up_the_others_once_however_long_his_prompt() -> None:
+    service = Service(((1, 0.01),), prefill_s_per_token=0.001, join_s=0.03, step_tokens=100)
+    simulation = Simulation(service, 1)
+    simulation.run([(0.0, Ask(TIER, 1, 50)), (0.05, Ask(TIER, 150, 1))])
+    gaps = [took_s for took_s, _ in simulation.replicas[0].step_gaps]
+    assert [took_s for took_s in gaps if took_s > 0.0101] == pytest.approx([0.11, 0.09])
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_by_the_products_queue() -> None:

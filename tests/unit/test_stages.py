@@ -110,6 +110,22 @@ def test_a_trace_of_its_own_also_of_what_failed(
     assert (request.status.is_ok, request.status.description) == (False, sink.error.code)
 
 
+@pytest.mark.parametrize("text", ["One two three.", 7])
+def test_neither_key_nor_text_is_in_a_trace(
+    pipeline: Pipeline, traces: Traces, exporter: InMemorySpanExporter, text: object
+) -> None:
+    """Of an answer, and of a request that failed."""
+    key = "rt-0123456789abcdefghijklmnopqrstuvwxyz"
+    script = {"role": "user", "content": f"#script {json.dumps({'text': text})}"}
+    body = {"messages": [{"role": "system", "content": "a secret"}, script]}
+    parameters = {"authorization": f"Bearer {key}", "traceparent": PARENT}
+    asyncio.run(pipeline.run(Call(json.dumps(body).encode(), parameters, RecordingSink())))
+    traces.close()
+    told = " ".join(span.to_json() for span in exporter.get_finished_spans())
+    assert "rt.outcome" in told
+    assert not any(secret in told for secret in (key, key[3:], "a secret", "One two"))
+
+
 def test_no_collector_no_traces() -> None:
     assert create_traces({}) is None and create_traces({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}) is None
 
