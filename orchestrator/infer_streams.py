@@ -166,7 +166,8 @@ class InferStream:
         except aio.AioRpcError as error:
             raise self._broke(error, is_lost=error.code() is grpc.StatusCode.UNAVAILABLE) from error
         if response is aio.EOF:
-            raise self._broke("Triton closed it", is_lost=True)  # as it does when it ends
+            # As either does when it ends.
+            raise self._broke(f"{'the orchestrator' if self.is_local else 'Triton'} closed it", is_lost=True)
         if is_end(response):
             self._num_open -= 1
         elif response.error_message:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import glob
 import json
+import logging
 import os
 import random
 import time
@@ -27,8 +28,10 @@ from tritonclient.grpc import service_pb2
 
 from orchestrator.call import Call
 from orchestrator.contracts import EVENT, HEADERS, ORCHESTRATOR_MODEL
-from orchestrator.errors import ApiError
+from orchestrator.errors import ApiError, InternalError
 from orchestrator.wire import add_output, error_response, mark_end
+
+log = logging.getLogger("orchestrator.requests")
 
 # The environment variable with what the sockets' paths begin with: no more than this user may open them.
 SOCKETS_VARIABLE = "TRITON_REALTIME_SOCKETS"
@@ -154,7 +157,13 @@ async def listen(path: str, receive: Callable[[Any, LocalSink], Call | None]) ->
                 while True:
                     request = service_pb2.ModelInferRequest.FromString(await _read(reader))
                     sink = LocalSink(writer, request.id)
-                    if (call := receive(request, sink)) is not None:
+                    try:
+                        call = receive(request, sink)
+                    except Exception as error:  # a fault of ours, which the next request need not have
+                        log.exception("a request failed before it began")
+                        sink.fail(InternalError(f"the orchestrator failed: {type(error).__name__}"))
+                        continue
+                    if call is not None:
                         begun = [(call, sink), *(each for each in begun if not each[1].is_over)]
         finally:
             writer.close()
