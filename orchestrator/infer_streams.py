@@ -21,8 +21,9 @@ from orchestrator.wire import cancel_request, error_response, is_end, mark_end
 CANCEL_TIMEOUT_S = 10.0
 # Sockets that are kept for the next requests; a new one costs 0.2 ms, and each is an open file on both sides.
 MAX_IDLE_SOCKETS = 16
-# A Triton that was started again is found within a second; gRPC's own pauses grow up to two minutes.
 _OPTIONS = (
+    ("grpc.max_receive_message_length", -1),  # a whole answer is one message; how long it may be is decided there
+    # A Triton that was started again is found within a second; gRPC's own pauses grow up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )

@@ -18,7 +18,7 @@ from orchestrator.call import Call
 from orchestrator.errors import EngineError, InternalError, InvalidRequestError, from_message
 from orchestrator.infer_streams import InferStreams, Responses
 from orchestrator.limits.client import answer_headers_of
-from orchestrator.local_socket import MAX_MESSAGE_BYTES, SOCKETS_VARIABLE, LocalSink, listen, socket_of
+from orchestrator.local_socket import MAX_REQUEST_MESSAGE_BYTES, SOCKETS_VARIABLE, LocalSink, listen, socket_of
 from orchestrator.wire import add_string, find_output, is_end, new_request, read_parameters, read_strings, read_texts
 
 URL = "127.0.0.1:4711"
@@ -106,6 +106,28 @@ def test_an_error_is_the_one_that_was_told(run: Callable[..., Orchestrator]) -> 
         assert (type(error), error.message, error.param) == (InvalidRequestError, "no", "model")
 
     run(lambda call, sink: sink.fail(InvalidRequestError("no", param="model")), scenario)
+
+
+def test_a_whole_answer_may_be_longer_than_any_request(run: Callable[..., Orchestrator]) -> None:
+    answer = "ß" * MAX_REQUEST_MESSAGE_BYTES
+
+    async def scenario(streams: InferStreams) -> None:
+        (response,) = [response async for response in ask(streams).read()]
+        assert read_strings(find_output(response, contracts.EVENT) or b"") == [answer.encode()]
+
+    run(lambda call, sink: sink.send(answer, final=True), scenario)
+
+
+def test_a_request_that_is_too_long_is_not_read_and_the_log_says_why(
+    run: Callable[..., Orchestrator], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(streams: InferStreams) -> None:
+        with pytest.raises(EngineError, match="the orchestrator closed it|Broken pipe|Connection reset"):
+            await anext(ask(streams, bytes(MAX_REQUEST_MESSAGE_BYTES)).read())
+
+    assert run(lambda call, sink: None, scenario).calls == []
+    (record,) = caplog.records
+    assert record.message.startswith("a connection to the orchestrator was closed: a message of 4194")
 
 
 def test_a_fault_of_ours_is_named_and_logged_and_ends_its_request_alone(
@@ -200,7 +222,8 @@ def test_a_stranger_to_the_protocol_ends_his_own_connection(tmp_path: Path, data
         path = f"{tmp_path}/fuzz.sock"
         server = await listen(path, lambda request, sink: None)
         assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
-        for message in (data, len(data).to_bytes(4, "little") + data, (MAX_MESSAGE_BYTES + 1).to_bytes(4, "little")):
+        too_much = (MAX_REQUEST_MESSAGE_BYTES + 1).to_bytes(4, "little")
+        for message in (data, len(data).to_bytes(4, "little") + data, too_much):
             reader, writer = await asyncio.open_unix_connection(path)
             writer.write(message)
             writer.write_eof()
