@@ -23,8 +23,9 @@ CANCEL_TIMEOUT_S = 10.0
 _CHECK_TIMEOUT_S = 2.0
 # Sockets that are kept for the next requests; a new one costs 0.2 ms, and each is an open file on both sides.
 MAX_IDLE_SOCKETS = 16
-# A Triton that was started again is found within a second; gRPC's own pauses grow up to two minutes.
 _OPTIONS = (
+    ("grpc.max_receive_message_length", -1),  # a whole answer is one message; how long it may be is decided there
+    # A Triton that was started again is found within a second; gRPC's own pauses grow up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
@@ -184,7 +185,8 @@ class InferStream:
         except aio.AioRpcError as error:
             raise self._broke(error, is_lost=error.code() is grpc.StatusCode.UNAVAILABLE) from error
         if response is aio.EOF:
-            raise self._broke("Triton closed it", is_lost=True)  # as it does when it ends
+            # As either does when it ends.
+            raise self._broke(f"{'the orchestrator' if self.is_local else 'Triton'} closed it", is_lost=True)
         if is_end(response):
             self._num_open -= 1
         elif response.error_message:

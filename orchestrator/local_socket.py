@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import glob
 import json
+import logging
 import os
 import random
 import time
@@ -27,14 +28,16 @@ from tritonclient.grpc import service_pb2
 
 from orchestrator.call import Call
 from orchestrator.contracts import EVENT, HEADERS, ORCHESTRATOR_MODEL
-from orchestrator.errors import ApiError
+from orchestrator.errors import ApiError, InternalError
 from orchestrator.wire import add_output, error_response, mark_end
+
+log = logging.getLogger("orchestrator.requests")
 
 # The environment variable with what the sockets' paths begin with: no more than this user may open them.
 SOCKETS_VARIABLE = "TRITON_REALTIME_SOCKETS"
-# A request is 1 MiB at most (`gateway.guard`, `grpc_front.checks`) beside its parameters; of events Triton's gRPC
-# clients take 4 MiB as well.
-MAX_MESSAGE_BYTES = 4 << 20
+# A request is 1 MiB at most (`gateway.guard`, `grpc_front.checks`) beside its parameters. What comes back has no limit
+# here: how long an answer may be the orchestrator has decided, and a whole one of many tokens is one message.
+MAX_REQUEST_MESSAGE_BYTES = 4 << 20
 # Connections that wait to be accepted: more than the requests that the orchestrator takes (`limits.max_live_requests`).
 # Linux refuses one more at once (EAGAIN) where TCP would have it try again, so that is done here.
 _BACKLOG = 1024
@@ -150,12 +153,20 @@ async def listen(path: str, receive: Callable[[Any, LocalSink], Call | None]) ->
     async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         begun: list[tuple[Call, LocalSink]] = []
         try:
-            with contextlib.suppress(asyncio.IncompleteReadError, OSError, DecodeError):
+            with contextlib.suppress(asyncio.IncompleteReadError, OSError):
                 while True:
-                    request = service_pb2.ModelInferRequest.FromString(await _read(reader))
+                    request = service_pb2.ModelInferRequest.FromString(await _read(reader, MAX_REQUEST_MESSAGE_BYTES))
                     sink = LocalSink(writer, request.id)
-                    if (call := receive(request, sink)) is not None:
+                    try:
+                        call = receive(request, sink)
+                    except Exception as error:  # a fault of ours, which the next request need not have
+                        log.exception("a request failed before it began")
+                        sink.fail(InternalError(f"the orchestrator failed: {type(error).__name__}"))
+                        continue
+                    if call is not None:
                         begun = [(call, sink), *(each for each in begun if not each[1].is_over)]
+        except (ValueError, DecodeError) as error:
+            log.warning("a connection to the orchestrator was closed: %s", error)
         finally:
             writer.close()
             for call, sink in begun:
@@ -171,9 +182,9 @@ def _frame(message: Any) -> bytes:
     return len(data).to_bytes(_LENGTH_BYTES, "little") + data
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes:
-    """One message. Raises `IncompleteReadError` at the end, `OSError` when what comes is none."""
+async def _read(reader: asyncio.StreamReader, max_bytes: int | None = None) -> bytes:
+    """One message. Raises `IncompleteReadError` at the end, `ValueError` for one of more than `max_bytes`."""
     size = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
-    if size > MAX_MESSAGE_BYTES:
-        raise OSError(f"a message of {size} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+    if max_bytes is not None and size > max_bytes:
+        raise ValueError(f"a message of {size} bytes; at most {max_bytes} are allowed")
     return await reader.readexactly(size)

@@ -86,6 +86,13 @@ def read_strings(raw: bytes) -> list[bytes]:
     return elements
 
 
+def read_texts(request: Any) -> list[bytes]:
+    """The elements of a `ModelInferRequest`'s first input, a STRING tensor, in whichever of the protocol's two forms."""
+    if request.raw_input_contents:
+        return read_strings(request.raw_input_contents[0])
+    return list(request.inputs[0].contents.bytes_contents)
+
+
 def is_end(response: Any) -> bool:
     """Whether this response is the last of its request."""
     parameters = response.infer_response.parameters

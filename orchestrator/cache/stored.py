@@ -68,4 +68,4 @@ def _join_log_probs(pieces: Sequence[Piece]) -> list[TokenLogProb] | None:
 
 
 def _read_log_probs(rows: Any) -> list[TokenLogProb] | None:
-    return None if rows is None else [TokenLogProb(str(token), float(log_prob)) for token, log_prob in rows]
+    return None if rows is None else [TokenLogProb.of(str(token), float(log_prob)) for token, log_prob in rows]

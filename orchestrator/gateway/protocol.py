@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import TimerHandle
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from orchestrator.errors import ApiError, InvalidRequestError, RequestTooLargeError
@@ -53,6 +54,26 @@ class _Pipelined(Exception):
     """A request that did not wait for the answer to the one before."""
 
 
+class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]
+    """Parses the head of a request anew, without its offer to go on in another protocol, if that is declined.
+
+    httptools takes any offer for accepted, and the body behind it for the other protocol's.
+    """
+
+    def __init__(self, protocol: Protocol) -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes) -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            if not self._protocol.declines_upgrade():
+                raise
+            (num_parsed,) = offer.args
+            self.feed_data(self._protocol.head_without_upgrade() + data[num_parsed:])
+
+
 class Protocol(HttpToolsProtocol):
     """One connection. Breaking a limit answers 408, 431 or 400 if no answer has begun, and closes."""
 
@@ -72,6 +93,10 @@ class Protocol(HttpToolsProtocol):
     _refusal: ApiError | None = None
     _read_timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -128,7 +153,8 @@ class Protocol(HttpToolsProtocol):
     # --- the parser's calls ---
 
     def on_message_begin(self) -> None:
-        if self._has_begun and not self.cycle.response_complete:
+        # The head of one that declined an upgrade begins twice.
+        if self._has_begun and not self._is_in_head and not self.cycle.response_complete:
             raise _Pipelined
         super().on_message_begin()
         self._idle_since_s = None
@@ -142,13 +168,30 @@ class Protocol(HttpToolsProtocol):
         if is_large or len(self.headers) > self.limits.num_headers:
             self._refusal = self._head_too_large()
             raise self._refusal
+        if self.declines_upgrade():
+            return
         super().on_headers_complete()
         self._is_in_head = False
         self._has_file = self.scope.get("path") in _FILE_BODY_BYTES  # there is none yet if it is to be a WebSocket
 
     def on_message_complete(self) -> None:
+        if self.declines_upgrade():
+            return
         self._is_reading = False
         super().on_message_complete()
+
+    def declines_upgrade(self) -> bool:
+        """Whether the request offers to go on in another protocol than WebSocket, such as HTTP/2 (`curl --http2`).
+
+        Such an offer may be ignored (RFC 9110, section 7.8). CONNECT, which the parser has for one too, is refused.
+        """
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT" and not self._should_upgrade()
+
+    def head_without_upgrade(self) -> bytes:
+        """The head that was just parsed, without what makes it an offer."""
+        line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        headers = (b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
+        return line + b"".join(headers) + b"\r\n"
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls this when the parser gives up."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from orchestrator.contracts import FORWARDED_HEADERS, FRONT_MODELS, FrontModel, TensorSpec
 from orchestrator.errors import InvalidRequestError, ModelNotFoundError, shorten
 from orchestrator.request import REQUEST_ID_RULE, is_request_id
-from orchestrator.wire import ASK_FOR_END
+from orchestrator.wire import ASK_FOR_END, read_texts
 
 _LENGTH_BYTES = 4  # before each element of a BYTES tensor
 _ITEM_BYTES = {"BOOL": 1, "INT32": 4, "UINT64": 8, "FP32": 4}
@@ -88,23 +88,7 @@ def check_request(request: Any, max_batch: int, models: Collection[str] = FRONT_
 
 def most_tokens(request: Any) -> list[int]:
     """The most tokens that each text of a checked request to `embedding` can have: no word piece is below a byte."""
-    return [len(text) + 2 for text in texts_of(request)]
-
-
-def texts_of(request: Any) -> list[bytes]:
-    """The elements of the first input, a BYTES tensor, of a checked request."""
-    if request.raw_input_contents:
-        return list(_elements(request.raw_input_contents[0]))
-    return list(request.inputs[0].contents.bytes_contents)
-
-
-def _elements(raw: bytes) -> Iterator[bytes]:
-    """Of a serialized BYTES tensor whose lengths add up."""
-    offset = 0
-    while offset < len(raw):
-        begin = offset + _LENGTH_BYTES
-        offset = begin + int.from_bytes(raw[offset:begin], "little")
-        yield raw[begin:offset]
+    return [len(text) + 2 for text in read_texts(request)]
 
 
 def _check_parameter(name: str, value: Any) -> None:

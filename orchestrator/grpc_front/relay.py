@@ -17,13 +17,13 @@ from tritonclient.grpc import service_pb2
 
 from orchestrator.contracts import EMBEDDING_MODEL, FORWARDED_HEADERS, ORCHESTRATOR_MODEL
 from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_prefixes
-from orchestrator.grpc_front.checks import check_request, most_tokens, texts_of
+from orchestrator.grpc_front.checks import check_request, most_tokens
 from orchestrator.grpc_front.scan import check_parts
 from orchestrator.infer_streams import InferStreams, Responses, ask_once
 from orchestrator.limits.client import MeteredResponses, Place
 from orchestrator.replicas import Replica, Replicas
 from orchestrator.request import prefix_key, read_fields
-from orchestrator.wire import ask_for_end, error_response, is_end
+from orchestrator.wire import ask_for_end, error_response, is_end, read_texts
 
 log = logging.getLogger("orchestrator.grpc_front")
 
@@ -97,7 +97,7 @@ def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyRe
 def _prefix_key(request: Any) -> bytes:
     """Of a checked request to the orchestrator."""
     caller = request.parameters["authorization"].string_param if "authorization" in request.parameters else ""
-    return prefix_key(read_fields(texts_of(request)[0]), caller)
+    return prefix_key(read_fields(read_texts(request)[0]), caller)
 
 
 class _Beside:

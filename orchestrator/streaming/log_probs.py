@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+# What OpenAI and vLLM write for a token that is next to impossible. Engines say minus infinity, or no number, of one that
+# sampling's own limits had left out; and JSON has neither.
+LEAST_LOG_PROB = -9999.0
 
 
 class TokenLogProb(NamedTuple):
-    """A token as text, and the natural logarithm of its probability.
+    """A token as text, and the natural logarithm of its probability, from `LEAST_LOG_PROB` up.
 
     Part of a character is U+FFFD; its bytes cannot be told.
     """
 
     token: str
     log_prob: float
+
+    @classmethod
+    def of(cls, token: str, log_prob: float) -> TokenLogProb:
+        """With what an engine said of it, which may be no finite number."""
+        return cls(token, log_prob if LEAST_LOG_PROB < log_prob < math.inf else LEAST_LOG_PROB)
 
     def bytes(self) -> list[int] | None:
         """The token's UTF-8, or None for a part of a character."""

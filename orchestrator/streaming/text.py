@@ -70,7 +70,7 @@ class TextStream:
         whole = ""
         for token_id, log_prob in zip(token_ids, log_probs):
             text = self._detokenizer.push([token_id])
-            held.push(text, TokenLogProb(text or self._detokenizer.name(token_id), log_prob))
+            held.push(text, TokenLogProb.of(text or self._detokenizer.name(token_id), log_prob))
             whole += text
         return whole
 

@@ -46,7 +46,7 @@ from orchestrator.triton.routing_metrics import RoutingMetrics
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
 from orchestrator.triton.text_client import EngineClients, GrpcTextClient
-from orchestrator.wire import read_parameters, read_strings
+from orchestrator.wire import read_parameters, read_texts
 
 log = logging.getLogger("orchestrator.requests")
 
@@ -174,7 +174,7 @@ class OrchestratorModel:
             self._cancel(request.id)
             sink.send(None, final=True)
             return None
-        (body,) = read_strings(request.raw_input_contents[0])
+        (body,) = read_texts(request)
         call = Call(body, parameters, sink)
         self._start(call, request.id)
         return call

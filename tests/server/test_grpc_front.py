@@ -90,6 +90,32 @@ def test_a_whole_answer_by_model_infer(stack: Stack) -> None:
     assert json.loads(result.as_numpy("event")[0])["choices"][0]["message"]["content"] == "One two."
 
 
+def test_typed_contents_are_answered_as_by_triton_itself(stack: Stack, stub: Any) -> None:
+    """KServe's other form of a tensor's bytes."""
+
+    def typed(**fields: Any) -> Any:
+        message = request("mine", **fields)
+        del message.raw_input_contents[:]
+        message.inputs[0].contents.bytes_contents.append(json.dumps(fields).encode())
+        return message
+
+    def text(answer: Any) -> str:
+        found = event(answer)
+        assert found is not None
+        return str(found["choices"][0]["message"]["content"])
+
+    asked = typed(messages=script(text="One two."))
+    with grpc.insecure_channel(stack.grpc_url) as channel:
+        (by_triton,) = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter((asked,)))
+    (streamed,) = stub.ModelStreamInfer(iter((asked,)))
+    answers = (by_triton.infer_response, streamed.infer_response, stub.ModelInfer(asked))
+    assert [(answer.id, text(answer)) for answer in answers] == [("mine", "One two.")] * 3
+    asked.inputs[0].contents.int_contents.append(1)
+    code, details = refusal(lambda: stub.ModelInfer(asked))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "inputs[0].contents: must hold 1 of bytes_contents and nothing else" in details
+
+
 def test_a_stream_does_not_fit_into_model_infer(stack: Stack, stub: Any) -> None:
     since = stack.log_length()
     code, details = refusal(lambda: stub.ModelInfer(request(**LONG)))
@@ -583,8 +609,25 @@ _TENSORS = st.fixed_dictionaries(
         "datatype": st.sampled_from(("BYTES", "INT32", "FP32", "BOOL", "", "bytes")),
         "shape": st.lists(st.sampled_from((1, 0, -1, 2, 2**31, 2**62, -(2**63))), max_size=4),
         "parameters": _PARAMETERS,
+        "contents": st.fixed_dictionaries(
+            {},
+            optional={
+                "bytes_contents": st.lists(st.binary(max_size=9), max_size=2),
+                "int_contents": st.lists(st.integers(-(2**31), 2**31 - 1), max_size=2),
+                "fp32_contents": st.lists(st.floats(width=32), max_size=2),
+                "bool_contents": st.lists(st.booleans(), max_size=2),
+            },
+        ),
     }
 )
+
+
+def _typed(body: bytes) -> list[dict[str, Any]]:
+    """The one input of the orchestrator, in the protocol's typed form."""
+    contents = {"bytes_contents": [body]}
+    return [{"name": "request", "datatype": "BYTES", "shape": [1], "parameters": {}, "contents": contents}]
+
+
 _RAW = st.binary(max_size=40) | st.sampled_from((b"\2\0\0\0{}", b"\xff\xff\xff\xff", b"\2\0\0\0{}\0", b"\1\0\0\0[" * 3))
 
 
@@ -593,7 +636,8 @@ _RAW = st.binary(max_size=40) | st.sampled_from((b"\2\0\0\0{}", b"\xff\xff\xff\x
     model=st.sampled_from(("orchestrator",) * 6 + ("llm_small", "", "../orchestrator")),
     version=st.sampled_from(("", "", "1", "2", "-1", "x")),
     parameters=st.just({}) | _PARAMETERS,
-    inputs=st.just([{"name": "request", "datatype": "BYTES", "shape": [1], "parameters": {}}])
+    inputs=st.just([{"name": "request", "datatype": "BYTES", "shape": [1], "parameters": {}, "contents": {}}])
+    | st.binary(max_size=9).map(_typed)
     | st.lists(_TENSORS, max_size=3),
     outputs=st.just([]) | st.lists(_TENSORS, max_size=2),
     raw=st.lists(_RAW, max_size=3),
@@ -610,10 +654,13 @@ def test_any_message_is_answered(
             if kinds is message.inputs:
                 tensor.datatype = fields["datatype"]
                 tensor.shape.extend(fields["shape"])
+                for name, values in fields["contents"].items():
+                    getattr(tensor.contents, name).extend(values)
             for name, value in fields["parameters"].items():
                 tensor.parameters[name].CopyFrom(value)
     responses = list(stub.ModelStreamInfer(iter((message,)), timeout=10))
     assert responses[-1].error_message  # no random text is a valid request
+    assert not any(word in responses[-1].error_message for word in ("broke", "failed"))  # the fault is the caller's
     assert responses[-1].infer_response.id in ("fuzz", "")
     assert stub.ServerReady(pb.ServerReadyRequest()).ready
 

@@ -100,6 +100,14 @@ def test_log_probs_of_the_real_model(real: openai.OpenAI, stream: bool) -> None:
     assert all(math.log(1 / 49152) < entry.logprob <= 0 for entry in entries)
 
 
+def test_a_whole_answer_of_many_mebibytes(scripted: openai.OpenAI) -> None:
+    """More than the messages of gRPC may have by default, and than those between our own processes had."""
+    text = "#" * 160_000  # 64 to a token, each of which is some 300 bytes of JSON
+    answer = chat(scripted, script(text=text), model="expert", n=8, logprobs=True, max_tokens=4000)
+    assert [choice.message.content for choice in answer.choices] == [text] * 8
+    assert len(answer.model_dump_json()) > 5 << 20
+
+
 def test_log_probs_of_a_completion(scripted: openai.OpenAI) -> None:
     prompt = script(text="One two", log_probs=[-0.5, -1.5])[0]["content"]
     answer = scripted.completions.create(model="auto", prompt=prompt, logprobs=0)

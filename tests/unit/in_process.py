@@ -59,8 +59,12 @@ class InProcessEngines:
             yield Chunk([], finished=True, error=str(error))
 
 
+def _refuse(word: str) -> None:
+    raise AssertionError(f"{word} is no JSON")
+
+
 class RecordingSink:
-    """Keeps events and the error; fails the test when a call ends twice or goes on after its end."""
+    """Keeps events and the error; fails the test when a call ends twice or goes on after its end, or by what is no JSON."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -70,7 +74,7 @@ class RecordingSink:
 
     def send(self, event: str, *, final: bool) -> None:
         assert self.num_ends == 0, "an event after the end"
-        self.events.append(json.loads(event))
+        self.events.append(json.loads(event, parse_constant=_refuse))
         self.num_ends += final
 
     def announce(self, headers: Mapping[str, str]) -> None:

@@ -19,7 +19,7 @@ from orchestrator.limits.gate import Gate
 from orchestrator.limits.keys import Keyring, digest_of
 from orchestrator.limits.ledger import Amount, MemoryLedger, Quota, Standing
 from orchestrator.limits.operations import Operations
-from orchestrator.wire import add_string, error_response, read_strings
+from orchestrator.wire import add_string, error_response, read_texts
 
 
 class Beside:
@@ -78,7 +78,7 @@ class Stream:
             return
         parameters = {name: value.string_param for name, value in request.parameters.items()}
         self._beside.asked.append(parameters[contracts.LIMITS_OPERATION_PARAMETER])
-        (body,) = read_strings(request.raw_input_contents[0])
+        (body,) = read_texts(request)
         call = self._beside.calls[request.id] = Call(body, parameters, Sink(self, request.id))
         asyncio.create_task(self._beside.operations.run(call)).add_done_callback(
             lambda _: self._beside.calls.pop(request.id)

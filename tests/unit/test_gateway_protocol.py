@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import socket
 import threading
@@ -249,6 +250,53 @@ def test_any_bytes(server: Server, raw: bytes) -> None:
         connection.shutdown(socket.SHUT_WR)
         assert read_all(connection)[:9] in (b"", b"HTTP/1.1 ")
     assert server.ask(head("/", "Connection: close", "Content-Length: 0")).startswith(b"HTTP/1.1 200 OK")
+
+
+# --- offers of another protocol ----------------------------------------------------------------------------
+
+H2C = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA")
+BODIES = {
+    "length": head("/", *H2C, "Content-Length: 5") + b"hello",
+    "chunks": head("/", *H2C, "Transfer-Encoding: chunked") + b"3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n",
+    "two headers": head(
+        "/", "Upgrade: h2c", "Upgrade: websocket", "Connection: upgrade", "Connection: x", "Content-Length: 5"
+    )
+    + b"hello",
+}
+
+
+@pytest.mark.parametrize("by_bytes", [False, True], ids=["whole", "by bytes"])
+@pytest.mark.parametrize("body", BODIES)
+def test_an_offer_of_another_protocol_is_ignored(server: Server, body: str, by_bytes: bool) -> None:
+    """As by `curl --http2` or Java's client: answered over HTTP/1.1, and so is what comes after it."""
+    with server.connect() as connection:
+        for raw in (BODIES[body], BODIES[body], head("/", "Content-Length: 3", "Connection: close") + b"abc"):
+            for part in (bytes([byte]) for byte in raw) if by_bytes else (raw,):
+                connection.sendall(part)
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            assert (response.status, response.read()) == (200, b"3" if raw.endswith(b"abc") else b"5")
+
+
+def test_an_offer_is_bounded_like_any_request(server: Server) -> None:
+    status, error = error_of(server.ask(head("/", *H2C, f"A: {'x' * 2000}")))
+    assert (status, error["code"]) == (431, "headers_too_large")
+    status, error = error_of(server.ask(head("/", *H2C, "Content-Length: 9") + b"123"))
+    assert (status, error["code"]) == (408, "request_timeout")
+    status, error = error_of(
+        server.ask(b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n")
+    )
+    assert (status, error["message"]) == (400, "the request is not valid HTTP/1.1")
+
+
+def test_an_offer_behind_a_request_is_not_heard(server: Server) -> None:
+    server.app.gate.clear()
+    with server.connect() as connection:
+        connection.sendall(head("/gate", "Content-Length: 0") + BODIES["length"])
+        wait_for(lambda: server.app.num_running == 1)
+        server.app.gate.set()
+        raw = read_all(connection)
+    assert raw.count(b"HTTP/1.1 200 OK") == 1 and b"connection: close" in raw
 
 
 # --- slow and leaving readers ------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ async def fronted(answer: Answer, engines: Sequence[str] = ()) -> AsyncIterator[
         front_port = server.add_insecure_port(b"127.0.0.1:0")
         await server.start()
         try:
-            async with aio.insecure_channel(f"127.0.0.1:{front_port}") as to_front:
+            any_size = (("grpc.max_receive_message_length", -1),)  # as `tritonclient` has it
+            async with aio.insecure_channel(f"127.0.0.1:{front_port}", any_size) as to_front:
                 yield fake, service_pb2_grpc.GRPCInferenceServiceStub(to_front), front
         finally:
             await server.shutdown(None)
@@ -145,6 +146,26 @@ def test_who_has_said_all_still_hears_all(call: str) -> None:
                 await stream.done_writing()
                 outputs = [got.infer_response.raw_output_contents async for got in stream]
             assert outputs == [[b"event"]] and fake.cancelled == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("call", ["ModelInfer", "ModelStreamInfer"])
+def test_a_whole_answer_may_be_longer_than_grpc_has_it(call: str) -> None:
+    answer = bytes(5 << 20)  # gRPC's limit is 4 MiB
+
+    async def long(request: Any, context: Any) -> None:
+        await context.write(response(request, answer, end=True))
+
+    async def scenario() -> None:
+        async with fronted(long) as (_, stub, _):
+            if call == "ModelInfer":
+                outputs = [(await stub.ModelInfer(make())).raw_output_contents]
+            else:
+                outputs = [
+                    got.infer_response.raw_output_contents async for got in stub.ModelStreamInfer(iter((make(),)))
+                ]
+            assert outputs == [[answer]]
 
     asyncio.run(scenario())
 

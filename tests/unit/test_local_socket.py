@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from orchestrator import contracts
 from orchestrator.call import Call
-from orchestrator.errors import EngineError, InvalidRequestError, from_message
+from orchestrator.errors import EngineError, InternalError, InvalidRequestError, from_message
 from orchestrator.infer_streams import InferStreams, Responses
 from orchestrator.limits.client import answer_headers_of
-from orchestrator.local_socket import MAX_MESSAGE_BYTES, SOCKETS_VARIABLE, LocalSink, listen, socket_of
-from orchestrator.wire import add_string, find_output, is_end, new_request, read_parameters, read_strings
+from orchestrator.local_socket import MAX_REQUEST_MESSAGE_BYTES, SOCKETS_VARIABLE, LocalSink, listen, socket_of
+from orchestrator.wire import add_string, find_output, is_end, new_request, read_parameters, read_strings, read_texts
 
 URL = "127.0.0.1:4711"
 Answer = Callable[[Call, LocalSink], None]
@@ -39,7 +39,7 @@ class Orchestrator:
             self._ending = asyncio.ensure_future(self._cancel(request.id))
             sink.send(None, final=True)
             return None
-        (body,) = read_strings(request.raw_input_contents[0])
+        (body,) = read_texts(request)
         call = self.ids[request.id] = Call(body, parameters, sink)
         self.calls.append(call)
         self.answer(call, sink)
@@ -108,6 +108,54 @@ def test_an_error_is_the_one_that_was_told(run: Callable[..., Orchestrator]) -> 
     run(lambda call, sink: sink.fail(InvalidRequestError("no", param="model")), scenario)
 
 
+def test_a_whole_answer_may_be_longer_than_any_request(run: Callable[..., Orchestrator]) -> None:
+    answer = "ß" * MAX_REQUEST_MESSAGE_BYTES
+
+    async def scenario(streams: InferStreams) -> None:
+        (response,) = [response async for response in ask(streams).read()]
+        assert read_strings(find_output(response, contracts.EVENT) or b"") == [answer.encode()]
+
+    run(lambda call, sink: sink.send(answer, final=True), scenario)
+
+
+def test_a_request_that_is_too_long_is_not_read_and_the_log_says_why(
+    run: Callable[..., Orchestrator], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(streams: InferStreams) -> None:
+        with pytest.raises(EngineError, match="the orchestrator closed it|Broken pipe|Connection reset"):
+            await anext(ask(streams, bytes(MAX_REQUEST_MESSAGE_BYTES)).read())
+
+    assert run(lambda call, sink: None, scenario).calls == []
+    (record,) = caplog.records
+    assert record.message.startswith("a connection to the orchestrator was closed: a message of 4194")
+
+
+def test_a_fault_of_ours_is_named_and_logged_and_ends_its_request_alone(
+    run: Callable[..., Orchestrator], caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(call: Call, sink: LocalSink) -> None:
+        if call.body == b"wrong":
+            raise KeyError("planted")
+        sink.send("done", final=call.body == b"right")
+
+    async def scenario(streams: InferStreams) -> None:
+        runs = ask(streams, b"runs").read()
+        await anext(runs)
+        (failed,) = [response async for response in ask(streams, b"wrong").read()]
+        error = from_message(failed.error_message)
+        assert (type(error), error.message) == (InternalError, "the orchestrator failed: KeyError")
+        assert len([response async for response in ask(streams, b"right").read()]) == 1
+        await runs.aclose()
+
+    calls = run(answer, scenario).calls
+    assert [(call.body, call.is_cancelled) for call in calls] == [(b"runs", True), (b"wrong", False), (b"right", False)]
+    (record,) = caplog.records
+    assert (record.message, str(record.exc_info and record.exc_info[1])) == (
+        "a request failed before it began",
+        "'planted'",
+    )
+
+
 def test_a_cancel_gets_through_and_the_stream_serves_the_next(run: Callable[..., Orchestrator]) -> None:
     def answer(call: Call, sink: LocalSink) -> None:
         if call.body == b"quick":
@@ -137,7 +185,7 @@ def test_a_connection_that_breaks_ends_what_runs_on_it_alone(run: Callable[..., 
             await stream.send(request)
             await stream.receive()
         stream.give_up()
-        with pytest.raises(EngineError, match="Triton closed it"):
+        with pytest.raises(EngineError, match="the stream to Triton broke: the orchestrator closed it"):
             await stream.receive()
         await asyncio.sleep(0.05)
 
@@ -174,7 +222,8 @@ def test_a_stranger_to_the_protocol_ends_his_own_connection(tmp_path: Path, data
         path = f"{tmp_path}/fuzz.sock"
         server = await listen(path, lambda request, sink: None)
         assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
-        for message in (data, len(data).to_bytes(4, "little") + data, (MAX_MESSAGE_BYTES + 1).to_bytes(4, "little")):
+        too_much = (MAX_REQUEST_MESSAGE_BYTES + 1).to_bytes(4, "little")
+        for message in (data, len(data).to_bytes(4, "little") + data, too_much):
             reader, writer = await asyncio.open_unix_connection(path)
             writer.write(message)
             writer.write_eof()

@@ -253,6 +253,24 @@ def test_log_probs_follow_their_text(pipeline: Pipeline) -> None:
     assert any(entry["bytes"] is None for entry in entries)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_log_probs_are_json_whatever_the_engine_says(pipeline: Pipeline, kind: str, stream: bool) -> None:
+    """Minus infinity, of a token that sampling left out, is what OpenAI and vLLM write for next to impossible."""
+    script = '#script {"text": "a b c d e", "log_probs": [-Infinity, NaN, -1e39, Infinity, -0.5]}'
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": script}], "logprobs": True}
+    if kind == "completion":
+        asked = {"prompt": script, "logprobs": 0}
+    sink = run(pipeline, json.dumps({**asked, "stream": stream}).encode())
+    assert sink.error is None
+    got = [choice["logprobs"] for event in sink.events for choice in event["choices"] if choice["logprobs"]]
+    if kind == "chat":
+        numbers = [entry["logprob"] for each in got for entry in each["content"]]
+    else:
+        numbers = [number for each in got for number in each["token_logprobs"]]
+    assert numbers == [-9999.0, -9999.0, -9999.0, -9999.0, -0.5]
+
+
 def test_no_log_probs_unless_asked_for(pipeline: Pipeline, engines: InProcessEngines) -> None:
     sink = run(pipeline, body({"text": "a b"}))
     assert sink.events[0]["choices"][0]["logprobs"] is None

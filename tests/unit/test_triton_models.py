@@ -25,6 +25,7 @@ from orchestrator.engines import Chunk, Deliver, EngineRefusal, EngineRequest
 from orchestrator.engines.parsing import parse_engine_request
 from orchestrator.errors import ApiError, CancelledError, InvalidRequestError, OverloadedError
 from orchestrator.generation import build_engine_request
+from orchestrator.infer_streams import InferStreams, Responses
 from orchestrator.latencies import Latencies
 from orchestrator.local_socket import SOCKETS_VARIABLE, socket_of
 from orchestrator.money import Spending
@@ -33,6 +34,7 @@ from orchestrator.routing.counts import RoutingCounts
 from orchestrator.triton import adapter, engine_client, engine_model
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import parameters_of, to_triton_error
+from orchestrator.wire import add_string, find_output, new_request, read_strings
 
 TIMEOUT_S = 5.0
 
@@ -391,6 +393,7 @@ class BlockingPipeline:
         self.latencies = Latencies()
         self.afterwards = SimpleNamespace(num_flagged={}, quality=None)
         self.outcomes: Counter[str] = Counter()
+        self.bodies: list[bytes] = []
 
     async def finish(self) -> None:
         pass
@@ -400,6 +403,7 @@ class BlockingPipeline:
         call.sink.fail(error)
 
     async def run(self, call: Any) -> None:
+        self.bodies.append(call.body)
         while not self.go.is_set():
             await asyncio.sleep(0.001)
             if call.is_cancelled:
@@ -410,7 +414,7 @@ class BlockingPipeline:
 
 
 @pytest.fixture
-def orchestrator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> adapter.OrchestratorModel:
+def make_orchestrator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], adapter.OrchestratorModel]:
     """Of a blocking pipeline, for three live calls."""
     tier = TIER.model_dump_json(exclude={"generation"}, exclude_none=True)
     rows = "".join(f"{key} = {json.dumps(value)}\n" for key, value in json.loads(tier).items())
@@ -419,7 +423,16 @@ def orchestrator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> adapter.Orc
     numbers = "".join(f"{name} = 3\n" for name in ("max_input_tokens", "vocab_size", "cls_id", "sep_id", "pad_id"))
     (tmp_path / "embedder.toml").write_text(f'name = "e"\n{numbers}')
     monkeypatch.setattr(adapter, "Pipeline", BlockingPipeline)
-    return adapter.OrchestratorModel({"model_repository": str(tmp_path / "model_repository" / "orchestrator")})
+    args = {
+        "model_repository": str(tmp_path / "model_repository" / "orchestrator"),
+        "model_instance_name": "orchestrator_0_0",
+    }
+    return lambda: adapter.OrchestratorModel(args)
+
+
+@pytest.fixture
+def orchestrator(make_orchestrator: Callable[[], adapter.OrchestratorModel]) -> adapter.OrchestratorModel:
+    return make_orchestrator()
 
 
 def question(request_id: str = "", **parameters: Any) -> pb_utils.Request:
@@ -465,4 +478,33 @@ def test_beyond_the_limits_a_call_is_refused_and_then_there_is_room_again(
     until(lambda: model._num_live == 0)
     again = call()
     until(lambda: len(again.sender.sent) == 2)
+    model.finalize()
+
+
+@pytest.mark.parametrize("form", ["raw", "typed"])
+def test_by_the_socket_a_request_may_come_in_either_form_of_the_protocol(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    make_orchestrator: Callable[[], adapter.OrchestratorModel],
+    form: str,
+) -> None:
+    monkeypatch.setenv(SOCKETS_VARIABLE, f"{tmp_path}/s-")
+    model = make_orchestrator()
+    pipeline = model._pipeline
+    assert isinstance(pipeline, BlockingPipeline)
+    pipeline.go.set()
+    message = new_request(contracts.ORCHESTRATOR_MODEL, "mine")
+    add_string(message, contracts.REQUEST, b'{"n":0}')
+    if form == "typed":
+        del message.raw_input_contents[:]
+        message.inputs[0].contents.bytes_contents.append(b'{"n":0}')
+
+    async def ask() -> list[bytes]:
+        streams = InferStreams(contracts.DEFAULT_GRPC_URL)
+        got = [response async for response in Responses(streams, message).read()]
+        await streams.close()
+        return [text for response in got for text in read_strings(find_output(response, contracts.EVENT) or b"")]
+
+    assert asyncio.run(ask()) == [b'{"n":1}', b'{"n":2}']
+    assert pipeline.bodies == [b'{"n":0}']
     model.finalize()
