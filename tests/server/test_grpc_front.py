@@ -106,7 +106,8 @@ def test_typed_contents_are_answered_as_by_triton_itself(stack: Stack, stub: Any
 
     asked = typed(messages=script(text="One two."))
     with grpc.insecure_channel(stack.grpc_url) as channel:
-        (by_triton,) = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter((asked,)))
+        direct = unlock(service_pb2_grpc.GRPCInferenceServiceStub(channel), stack.inference_key)
+        (by_triton,) = direct.ModelStreamInfer(iter((asked,)))
     (streamed,) = stub.ModelStreamInfer(iter((asked,)))
     answers = (by_triton.infer_response, streamed.infer_response, stub.ModelInfer(asked))
     assert [(answer.id, text(answer)) for answer in answers] == [("mine", "One two.")] * 3
