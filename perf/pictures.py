@@ -17,6 +17,7 @@ matplotlib.rcParams["svg.hashsalt"] = "triton-realtime"  # the same figures give
 from matplotlib import pyplot  # noqa: E402
 
 Result = Mapping[str, Any]
+_MOST_ROWS = 80  # more cannot be told apart
 
 
 def latency_cdfs(result: Result, path: Path) -> bool:
@@ -76,20 +77,25 @@ def stage_waterfall(result: Result, path: Path) -> bool:
 
 
 def batching_timeline(result: Result, path: Path) -> bool:
-    """Of `simulate --validate`: the requests of the highest load on target cpu, waiting and prefill, then decoding."""
+    """Of `simulate --validate`: the first requests of target cpu's highest load, waiting and prefill, then decoding.
+
+    Below it, how many decode at a time, of all.
+    """
     loads = list(result.get("targets", {}).get("cpu", {}).values())
     if not loads:
         return False
     requests = loads[-1]["requests"]
     figure, (axes, below) = pyplot.subplots(2, 1, figsize=(10, 6), sharex=True, height_ratios=(3, 1))
-    rows = range(len(requests))
-    sent, first, last = ([times[place] for times in requests] for place in range(3))
+    shown = requests[:_MOST_ROWS]
+    sent, first, last = ([times[place] for times in shown] for place in range(3))
+    rows = range(len(shown))
     axes.barh(rows, [b - a for a, b in zip(sent, first)], left=sent, color="tab:orange", label="to the first token")
     axes.barh(rows, [b - a for a, b in zip(first, last)], left=first, color="tab:blue", label="decoding")
     axes.invert_yaxis()
-    axes.set(ylabel="request", title="requests side by side")
+    axes.set(ylabel="request", title="requests side by side", xlim=(0, max(last)))
     axes.legend(loc="lower left")
-    changes = sorted([*((time_s, 1) for time_s in first), *((time_s, -1) for time_s in last)])
+    begins, ends = ([times[place] for times in requests] for place in (1, 2))
+    changes = sorted([*((time_s, 1) for time_s in begins), *((time_s, -1) for time_s in ends)])
     level, steps = 0, [(0.0, 0)]
     for time_s, change in changes:
         level += change
