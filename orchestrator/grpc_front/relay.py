@@ -15,7 +15,13 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 from tritonclient.grpc import service_pb2
 
-from orchestrator.contracts import EMBEDDING_MODEL, FORWARDED_HEADERS, ORCHESTRATOR_MODEL
+from orchestrator.contracts import (
+    EMBEDDING_MODEL,
+    FORWARDED_HEADERS,
+    LIST_HEADERS,
+    ORCHESTRATOR_MODEL,
+    SINGLE_HEADERS,
+)
 from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_prefixes
 from orchestrator.grpc_front.checks import check_request, most_tokens
 from orchestrator.grpc_front.scan import check_parts
@@ -72,9 +78,8 @@ def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyRe
     """
     check_request(request, upstream.max_batch, upstream.models)
     request.id = uuid.uuid4().hex
-    for name, value in metadata:
-        if name in FORWARDED_HEADERS:
-            request.parameters[name].string_param = value
+    for name, value in _read_headers(metadata).items():
+        request.parameters[name].string_param = value
     wants_end = ask_for_end(request)
     replicas = upstream.replicas
     if request.model_name == ORCHESTRATOR_MODEL:
@@ -92,6 +97,20 @@ def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyRe
     lengths = most_tokens(request) if request.model_name == EMBEDDING_MODEL else []
     beside = _Beside(replicas, request)
     return MeteredResponses(beside.serve, beside.ask, request.model_name, lengths, headers), wants_end
+
+
+def _read_headers(metadata: Metadata) -> dict[str, str]:
+    """Those that the orchestrator reads, as over HTTP: of a list that came twice the values are joined.
+
+    Raises `InvalidRequestError` for one that may come only once.
+    """
+    found: dict[str, str] = {}
+    for name, value in metadata:
+        if name in FORWARDED_HEADERS:
+            if name in SINGLE_HEADERS and name in found:
+                raise InvalidRequestError(f"{name}: sent twice in the metadata; once is allowed", param=name)
+            found[name] = f"{found[name]}, {value}" if name in LIST_HEADERS and name in found else value
+    return found
 
 
 def _prefix_key(request: Any) -> bytes:

@@ -208,6 +208,31 @@ def test_headers_arrive_as_triton_forwards_them(call: str) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("name", contracts.SINGLE_HEADERS)
+def test_a_header_that_came_twice_is_refused(name: str) -> None:
+    """As over HTTP; lists are joined."""
+
+    async def scenario() -> None:
+        async with fronted(one_event_then_the_end) as (fake, stub, _):
+            metadata = ((name, "1"), (name, "1"))
+            with pytest.raises(aio.AioRpcError) as caught:
+                await stub.ModelInfer(make(), metadata=metadata)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            (got,) = [got async for got in stub.ModelStreamInfer(iter((make(),)), metadata=metadata)]
+            for message in (str(caught.value.details()), got.error_message):
+                error = json.loads(message)["error"]
+                assert error["message"] == f"{name}: sent twice in the metadata; once is allowed"
+                assert error["param"] == name
+            assert fake.requests == []
+            lists = (("cache-control", "no-store"), ("tracestate", "a=1"), ("cache-control", "no-cache"))
+            await stub.ModelInfer(make(), metadata=lists)
+            parameters = fake.requests[0].parameters
+            got_lists = {each: parameters[each].string_param for each in contracts.LIST_HEADERS}
+            assert got_lists == {"cache-control": "no-store, no-cache", "tracestate": "a=1"}
+
+    asyncio.run(scenario())
+
+
 def test_a_caller_that_leaves_is_told_to_triton_at_once() -> None:
     async def never_ends(request: Any, context: Any) -> None:
         await context.write(response(request, b"event"))
