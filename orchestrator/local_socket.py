@@ -152,8 +152,8 @@ class LocalSink:
         self._behind_since_s = self._behind_since_s or now_s
         if now_s > self._behind_since_s + BEHIND_TIMEOUT_S:
             raise SlowReaderError(
-                f"more than {MAX_BEHIND_BYTES} bytes of the stream were not read for {BEHIND_TIMEOUT_S:g} s; read it as "
-                "it comes, or ask for less of it (n, logprobs, max_tokens)"
+                f"more than {MAX_BEHIND_BYTES} bytes of the stream were not read for {BEHIND_TIMEOUT_S:g} s; read it "
+                "as it comes, or ask for less of it (n, logprobs, max_tokens)"
             )
 
     def _write(self, response: Any, final: bool) -> None:

@@ -313,8 +313,8 @@ def test_a_null_is_as_if_left_out(kind: Kind) -> None:
     nulls = dict.fromkeys([*NULLS, "prompt" if kind == "chat" else "messages"])
     body = json.dumps({**asked, **nulls}).encode()
     plain = json.dumps(asked).encode()
-    for given in (kind, None):  # the orchestrator guesses
-        got, wanted = parse_request(body, given), parse_request(plain, given)
+    for told in (kind, None):  # the orchestrator guesses
+        got, wanted = parse_request(body, told), parse_request(plain, told)
         assert type(got) is type(wanted) and got.model_dump() == wanted.model_dump()
     assert glance(body, kind).stream is False
     assert parse_request(json.dumps({**asked, "stream": True, "stream_options": {"include_usage": None}}).encode())
