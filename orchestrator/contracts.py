@@ -28,6 +28,10 @@ FORWARDED_HEADERS = (
     "tracestate",
     "cache-control",
 )
+# Those of them that are lists: of several the values are joined (RFC 9110, section 5.3).
+LIST_HEADERS = ("cache-control", "tracestate")
+# Those of which two would be two callers' words.
+SINGLE_HEADERS = ("authorization", "x-request-id", "x-deadline-ms")
 
 
 # Headers of an answer that the orchestrator knows and the gateway sends: they travel in the output `headers` of the

@@ -5,6 +5,7 @@
     ├── UnauthorizedError        401  the caller: send a valid key
     ├── NotAllowedError          403  the caller: ask for what the key allows
     ├── ModelNotFoundError       404  the caller: ask for a model that exists
+    ├── SlowReaderError          408  the caller: read what is sent as it comes
     ├── RequestTooLargeError     413  the caller: send less
     ├── RateLimitError           429  the caller: ask more slowly, or for less
     ├── BudgetError              429  the caller: the key's money for today is spent
@@ -97,6 +98,12 @@ class ModelNotFoundError(ApiError):
     status = 404
     type = "invalid_request_error"
     code = "model_not_found"
+
+
+class SlowReaderError(ApiError):
+    status = 408  # of a stream, whose status was sent long ago
+    type = "invalid_request_error"
+    code = "reader_too_slow"
 
 
 class RequestTooLargeError(ApiError):
@@ -200,6 +207,7 @@ _BY_CODE: dict[str, type[ApiError]] = {
         UnauthorizedError,
         NotAllowedError,
         ModelNotFoundError,
+        SlowReaderError,
         RequestTooLargeError,
         RateLimitError,
         BudgetError,

@@ -28,8 +28,10 @@ log = logging.getLogger("orchestrator.requests")
 class Flight(Waited):
     """An `Output` for any number of callers. It is cancelled when the last of them leaves."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_pieces: bool = True) -> None:
+        """Without its pieces nobody can join late, nor can the answer be stored."""
         super().__init__()
+        self._keeps_pieces = keeps_pieces
         self.hit: Hit | None = None  # what is served, if it is a stored answer
         self.pieces: list[tuple[Choice, Piece | None]] = []  # None: the choice ends
         self.answer: Answer | None = None
@@ -117,9 +119,12 @@ class Flight(Waited):
             self._send(output, partial(output.begin, answer, name))
 
     def emit(self, choice: Choice, piece: Piece) -> None:
-        choice.add(piece.text, piece.calls, piece.log_probs)
+        assert self.answer is not None
+        is_sent = self.answer.request.stream and not self._keeps_pieces  # and not wanted again
+        choice.add(piece.text, piece.calls, None if is_sent else piece.log_probs)
         if piece.text or piece.calls or piece.log_probs:
-            self.pieces.append((choice, piece))
+            if self._keeps_pieces:
+                self.pieces.append((choice, piece))
             for output in list(self._callers):
                 self._send(output, partial(output.emit, choice, piece))
             if self.hit is None:
@@ -127,7 +132,8 @@ class Flight(Waited):
 
     def end_choice(self, choice: Choice, finish_reason: str) -> None:
         choice.finish_reason = finish_reason
-        self.pieces.append((choice, None))
+        if self._keeps_pieces:
+            self.pieces.append((choice, None))
         for output in list(self._callers):
             self._send(output, partial(output.end_choice, choice))
 
@@ -161,9 +167,11 @@ class Flights:
         flight = self._open.get(key)
         return flight if flight is not None and flight.takes_callers else None
 
-    def start(self, key: Hashable | None, make: Callable[[Flight], Awaitable[None]]) -> Flight:
+    def start(
+        self, key: Hashable | None, make: Callable[[Flight], Awaitable[None]], *, keeps_pieces: bool = True
+    ) -> Flight:
         """A flight that `make` fills; others find it by `key`, until `make` returns. With None nobody does."""
-        flight = Flight()
+        flight = Flight(keeps_pieces=keeps_pieces)
         if key is not None:
             self._open[key] = flight
         task = asyncio.get_running_loop().create_task(flight.run(make))

@@ -28,7 +28,7 @@ from tritonclient.grpc import service_pb2
 
 from orchestrator.call import Call
 from orchestrator.contracts import EVENT, HEADERS, ORCHESTRATOR_MODEL
-from orchestrator.errors import ApiError, InternalError
+from orchestrator.errors import ApiError, InternalError, SlowReaderError
 from orchestrator.wire import add_output, error_response, mark_end
 
 log = logging.getLogger("orchestrator.requests")
@@ -38,6 +38,9 @@ SOCKETS_VARIABLE = "TRITON_REALTIME_SOCKETS"
 # A request is 1 MiB at most (`gateway.guard`, `grpc_front.checks`) beside its parameters. What comes back has no limit
 # here: how long an answer may be the orchestrator has decided, and a whole one of many tokens is one message.
 MAX_REQUEST_MESSAGE_BYTES = 4 << 20
+# What a reader may be behind, and for how long it may be more: an answer that another caller has had, or that was kept,
+# comes at once. So what stalled readers cost is this each, and of what all engines make in that time.
+MAX_BEHIND_BYTES, BEHIND_TIMEOUT_S = 1 << 20, 2.0
 # Connections that wait to be accepted: more than the requests that the orchestrator takes (`limits.max_live_requests`).
 # Linux refuses one more at once (EAGAIN) where TCP would have it try again, so that is done here.
 _BACKLOG = 1024
@@ -118,12 +121,15 @@ class LocalSink:
         self._writer = writer
         self._request_id = request_id
         self._headers: dict[str, str] = {}  # for the first event to take along
+        self._behind_since_s: float | None = None
 
     def announce(self, headers: Mapping[str, str]) -> None:
         self._headers = dict(headers)
 
     def send(self, event: str | None, *, final: bool) -> None:
-        """With None and `final` just the end."""
+        """With None and `final` just the end. Raises `SlowReaderError` in the place of an event that nobody reads."""
+        if not final:
+            self._check_reader()
         response = service_pb2.ModelStreamInferResponse()
         inferred = response.infer_response
         inferred.model_name, inferred.model_version, inferred.id = ORCHESTRATOR_MODEL, "1", self._request_id
@@ -137,6 +143,18 @@ class LocalSink:
 
     def fail(self, error: ApiError) -> None:
         self._write(error_response(self._request_id, error.to_message()), final=True)
+
+    def _check_reader(self) -> None:
+        if self._writer.transport.get_write_buffer_size() <= MAX_BEHIND_BYTES:
+            self._behind_since_s = None
+            return
+        now_s = time.monotonic()
+        self._behind_since_s = self._behind_since_s or now_s
+        if now_s > self._behind_since_s + BEHIND_TIMEOUT_S:
+            raise SlowReaderError(
+                f"more than {MAX_BEHIND_BYTES} bytes of the stream were not read for {BEHIND_TIMEOUT_S:g} s; read it "
+                "as it comes, or ask for less of it (n, logprobs, max_tokens)"
+            )
 
     def _write(self, response: Any, final: bool) -> None:
         self.is_over = final

@@ -234,7 +234,7 @@ class Pipeline:
             return self._flights.start(None, partial(self._replay, ride, job.request, hit))
         make = partial(self._make, ride, job, query)
         if query is None:
-            return self._flights.start(None, make)
+            return self._flights.start(None, make, keeps_pieces=False)
         must_hold = ride.key is not None and ride.key.hold_flagged
         name = None if query.control.no_cache else (query.identity.exact_key, query.control, must_hold)
         flight = self._flights.find(name)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import pydantic_core
@@ -62,6 +62,9 @@ class Guide(NamedTuple):
     type: Literal["json", "json_schema", "regex"]
     text: str | None
     param: str
+
+
+StrictT = TypeVar("StrictT", bound="Strict")
 
 
 class Strict(BaseModel):
@@ -195,7 +198,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False
+    include_usage: _Flag = False
     include_obfuscation: Annotated[Literal[False] | None, _NOTHING] = None
 
 
@@ -215,7 +218,7 @@ class GenerationRequest(Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    ignore_eos: bool = False
+    ignore_eos: _Flag = False
     guided_regex: Annotated[str, Field(min_length=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     user: str | None = None
@@ -300,7 +303,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def output_limit(self) -> int | None:
-        """The caller's limit in tokens; the newer name wins when both are given."""
+        """The caller's limit in tokens, by whichever of its names."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -364,10 +367,27 @@ def parse_request(body: bytes, kind: Kind | None = None) -> Request:
     Raises `InvalidRequestError` naming the field, what is allowed and what came, or `RequestTooLargeError`.
     """
     check_size(body)
+    if (kind or _guess_kind(body)) == "completion":
+        return _checked_completion(validate(CompletionRequest, body))
+    return _checked_chat(validate(ChatRequest, body))
+
+
+def validate(model: type[StrictT], body: bytes) -> StrictT:
+    """`body`, whose size was checked, as a `model`; raises `InvalidRequestError`.
+
+    A null is as if left out, also of a field that we do not have: clients with types of their own send all they know.
+    """
     try:
-        if (kind or _guess_kind(body)) == "completion":
-            return _checked_completion(CompletionRequest.model_validate_json(body))
-        return _checked_chat(ChatRequest.model_validate_json(body))
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False)
+        unknown = [each for each in faults if each["type"] == "extra_forbidden" and len(each["loc"]) == 1]
+        nulls = {each["loc"][0] for each in unknown if each["input"] is None}
+        if not nulls:
+            raise explain(error) from error
+    rest = {name: value for name, value in pydantic_core.from_json(body).items() if name not in nulls}
+    try:
+        return model.model_validate_json(pydantic_core.to_json(rest))
     except ValidationError as error:
         raise explain(error) from error
 
@@ -446,7 +466,7 @@ def _guess_kind(body: bytes) -> Kind:
         with contextlib.suppress(ValueError):
             fields = pydantic_core.from_json(body)
             if isinstance(fields, dict) and "prompt" in fields:
-                return "completion"
+                return "chat" if fields["prompt"] is None and "messages" in fields else "completion"
     return "chat"
 
 
@@ -477,6 +497,12 @@ def _check_guided(request: GenerationRequest, *, is_guided: bool) -> None:
 def _checked_chat(request: ChatRequest) -> ChatRequest:
     """What no single field can tell."""
     _check_options(request)
+    if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
+        raise InvalidRequestError(
+            f"max_tokens: {request.max_tokens} beside max_completion_tokens, which is {request.max_completion_tokens}; "
+            "they are two names of one limit, so send one",
+            param="max_tokens",
+        )
     for index, message in enumerate(request.messages):
         _check_message(f"messages[{index}]", message)
     guide = request.guide

@@ -87,7 +87,7 @@ def read_strings(raw: bytes) -> list[bytes]:
 
 
 def read_texts(request: Any) -> list[bytes]:
-    """The elements of a `ModelInferRequest`'s first input, a STRING tensor, in whichever of the protocol's two forms."""
+    """The elements of a `ModelInferRequest`'s first input, a STRING tensor, in either of the protocol's forms."""
     if request.raw_input_contents:
         return read_strings(request.raw_input_contents[0])
     return list(request.inputs[0].contents.bytes_contents)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError, WithJsonSchema
+from pydantic import WithJsonSchema
 
 from orchestrator.config import Embedder
 from orchestrator.contracts import EMBEDDING_MODEL
 from orchestrator.embedding.window import check_window
 from orchestrator.errors import InvalidRequestError, ModelNotFoundError, shorten
-from orchestrator.request import Strict, check_size, explain
+from orchestrator.request import Strict, check_size, validate
 
 MAX_INPUTS = 256
 
@@ -44,10 +44,7 @@ def parse_embedding_request(body: bytes, embedder: Embedder) -> tuple[EmbeddingR
     them. Raises `InvalidRequestError` naming the field, `ModelNotFoundError` or `RequestTooLargeError`.
     """
     check_size(body)
-    try:
-        request = EmbeddingRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise explain(error) from error
+    request = validate(EmbeddingRequest, body)
     if request.model not in (EMBEDDING_MODEL, embedder.name):
         raise ModelNotFoundError(
             f"model: {shorten(request.model)} makes no embeddings; one of {EMBEDDING_MODEL}, {embedder.name}",

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from orchestrator.contracts import SINGLE_HEADERS
 from orchestrator.errors import ApiError, InternalError, InvalidRequestError, ShuttingDownError, shorten
 from orchestrator.gateway.errors import HostNotAllowedError, OriginNotAllowedError
 from orchestrator.gateway.messages import refuse, send_error
@@ -29,7 +30,10 @@ _WILDCARDS = ("0.0.0.0", "::")
 # Of a host header: name or address, with IPv6 in brackets; then perhaps a port (RFC 9110, section 7.2).
 # Of these two would mean that this server and a proxy before it may read different ones (RFC 9110, section 5.3, and for
 # Host RFC 9112, section 3.2).
-_SINGLE = (b"host", b"origin", b"content-type", b"content-encoding", b"authorization", REQUEST_ID_HEADER)
+_SINGLE = (
+    *(b"host", b"origin", b"content-type", b"content-encoding"),
+    *(name.encode() for name in SINGLE_HEADERS),
+)
 _SCHEMES = (b"http", b"https")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:\d*)?")
 

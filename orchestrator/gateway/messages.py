@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.contracts import FORWARDED_HEADERS
+from orchestrator.contracts import FORWARDED_HEADERS, LIST_HEADERS
 from orchestrator.errors import ApiError, RequestTooLargeError, UnauthorizedError, shorten
 from orchestrator.gateway.errors import UnsupportedMediaTypeError
 from orchestrator.request import MAX_REQUEST_BYTES
@@ -20,7 +20,7 @@ JSON = b"application/json"
 
 
 _FORWARDED = {name.encode() for name in FORWARDED_HEADERS}
-_LISTS = (b"cache-control", b"tracestate")
+_LISTS = {name.encode() for name in LIST_HEADERS}
 
 
 def forwarded_headers(scope: Scope) -> list[tuple[str, str]]:

@@ -54,7 +54,7 @@ class _Pipelined(Exception):
     """A request that did not wait for the answer to the one before."""
 
 
-class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]
+class _Parser(httptools.HttpRequestParser):
     """Parses the head of a request anew, without its offer to go on in another protocol, if that is declined.
 
     httptools takes any offer for accepted, and the body behind it for the other protocol's.
@@ -64,7 +64,7 @@ class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]
         super().__init__(protocol)
         self._protocol = protocol
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: Any) -> None:
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as offer:

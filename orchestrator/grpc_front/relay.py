@@ -15,7 +15,13 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 from tritonclient.grpc import service_pb2
 
-from orchestrator.contracts import EMBEDDING_MODEL, FORWARDED_HEADERS, ORCHESTRATOR_MODEL
+from orchestrator.contracts import (
+    EMBEDDING_MODEL,
+    FORWARDED_HEADERS,
+    LIST_HEADERS,
+    ORCHESTRATOR_MODEL,
+    SINGLE_HEADERS,
+)
 from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_prefixes
 from orchestrator.grpc_front.checks import check_request, most_tokens
 from orchestrator.grpc_front.scan import check_parts
@@ -29,6 +35,9 @@ log = logging.getLogger("orchestrator.grpc_front")
 
 # Requests that one stream may have running. A caller with more opens more streams.
 MAX_LIVE_PER_STREAM = 64
+# How long a caller may leave a response unread, as over HTTP (`gateway.protocol`). Until then one waits here, and in
+# the orchestrator what it keeps for a slow reader.
+WRITE_TIMEOUT_S = 30.0
 
 Metadata = Iterable[tuple[str, Any]]
 T = TypeVar("T")
@@ -72,9 +81,8 @@ def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyRe
     """
     check_request(request, upstream.max_batch, upstream.models)
     request.id = uuid.uuid4().hex
-    for name, value in metadata:
-        if name in FORWARDED_HEADERS:
-            request.parameters[name].string_param = value
+    for name, value in _read_headers(metadata).items():
+        request.parameters[name].string_param = value
     wants_end = ask_for_end(request)
     replicas = upstream.replicas
     if request.model_name == ORCHESTRATOR_MODEL:
@@ -92,6 +100,20 @@ def prepare(upstream: Upstream, request: Any, metadata: Metadata) -> tuple[AnyRe
     lengths = most_tokens(request) if request.model_name == EMBEDDING_MODEL else []
     beside = _Beside(replicas, request)
     return MeteredResponses(beside.serve, beside.ask, request.model_name, lengths, headers), wants_end
+
+
+def _read_headers(metadata: Metadata) -> dict[str, str]:
+    """Those that the orchestrator reads, as over HTTP: of a list that came twice the values are joined.
+
+    Raises `InvalidRequestError` for one that may come only once.
+    """
+    found: dict[str, str] = {}
+    for name, value in metadata:
+        if name in FORWARDED_HEADERS:
+            if name in SINGLE_HEADERS and name in found:
+                raise InvalidRequestError(f"{name}: sent twice in the metadata; once is allowed", param=name)
+            found[name] = f"{found[name]}, {value}" if name in LIST_HEADERS and name in found else value
+    return found
 
 
 def _prefix_key(request: Any) -> bytes:
@@ -172,14 +194,18 @@ class StreamRelay:
         self._writing = asyncio.Lock()
         self._reader = asyncio.create_task(self._read_requests())
         self._is_draining = False
+        self._has_stalled = False
         self._is_over = False
 
     async def run(self) -> None:
-        """Until the caller has said all and has heard all, or until `drain`; cancelled when he leaves."""
+        """Until the caller has said all and heard all, does not read, or until `drain`; cancelled when he leaves."""
         try:
             await asyncio.wait((self._reader,))
             while self._live:
                 await asyncio.wait(self._live)
+            if self._has_stalled:  # gRPC tells him when he reads on, or never
+                text = f"no response was read for {WRITE_TIMEOUT_S:g} s"
+                await self._context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
             if self._is_draining:
                 await self._context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
             if self._reader.cancelled():
@@ -226,6 +252,13 @@ class StreamRelay:
         except ApiError as error:
             await self._write(error_response(request_id, error.to_message()))
 
+    def _stall(self) -> None:
+        """The caller does not read: what runs for him is ended, and what waits is let go."""
+        self._has_stalled = True
+        self._reader.cancel()
+        for task in self._live:
+            task.cancel()
+
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._live[task]
         if not task.cancelled() and task.exception() is not None:
@@ -236,10 +269,13 @@ class StreamRelay:
         async with self._writing:  # gRPC takes one message at a time
             if self._is_over:
                 return
+            stalling = asyncio.get_running_loop().call_later(WRITE_TIMEOUT_S, self._stall)
             try:
                 await self._context.write(response.SerializeToString())
             except aio.InternalError:
                 pass  # the caller has just left, and gRPC is about to cancel `run`
+            finally:
+                stalling.cancel()
 
 
 # The loop itself keeps no reference to a task that outlives its caller.

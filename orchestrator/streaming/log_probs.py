@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-# What OpenAI and vLLM write for a token that is next to impossible. Engines say minus infinity, or no number, of one that
-# sampling's own limits had left out; and JSON has neither.
+# What OpenAI and vLLM write for a token that is next to impossible. Engines say minus infinity, or no number, of one
+# that sampling's own limits had left out; and JSON has neither.
 LEAST_LOG_PROB = -9999.0
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from orchestrator.config import Speaker, Transcriber
 from orchestrator.contracts import STT_MODEL, TTS_MODEL
 from orchestrator.errors import InvalidRequestError, ModelNotFoundError, shorten
-from orchestrator.request import Strict, check_size, explain
+from orchestrator.request import Strict, check_size, explain, validate
 from orchestrator.voice.speaking import MAX_SPEED, MAX_TEXT_CHARACTERS, MIN_SPEED, can_be_said
 from orchestrator.voice.transcript import MAX_TEMPERATURE
 
@@ -47,10 +47,7 @@ class TranscriptionRequest(Strict):
 def parse_speech_request(body: bytes, speaker: Speaker | None) -> SpeechRequest:
     """Raises `InvalidRequestError` naming the field, `ModelNotFoundError` or `RequestTooLargeError`."""
     check_size(body)
-    try:
-        request = SpeechRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise explain(error) from error
+    request = validate(SpeechRequest, body)
     check_model(request.model, TTS_MODEL, speaker, "speaks")
     if speaker is not None and request.voice != speaker.voice:
         raise _refused("voice", f"there is one, {speaker.voice!r} (got {shorten(request.voice)})")

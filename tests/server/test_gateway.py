@@ -84,6 +84,36 @@ def test_headers(scripted_stack: Stack, headers: dict[str, str], expected: tuple
         assert error_of(response) == expected
 
 
+def test_a_stream_that_nobody_reads_is_ended_with_an_error(scripted_stack: Stack) -> None:
+    """Long before the time that a reader has: what waits for one is bounded in bytes."""
+    body = json.dumps(
+        {
+            "model": "expert",
+            "messages": script(text="word " * 2000, itl_ms=2),
+            "stream": True,
+            "n": 8,
+            "logprobs": True,
+            "max_tokens": 2000,
+        }
+    )
+    since = scripted_stack.log_length()
+    address = urlsplit(scripted_stack.url)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(10)
+        connection.connect((str(address.hostname), int(address.port or 0)))
+        head = f"POST {CHAT_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert scripted_stack.wait_for_log("request", since, 20)["outcome"] == "reader_too_slow"
+        received = b""
+        while data := connection.recv(1 << 20):
+            received += data
+    last = received.split(b"data: ")[-1].split(b"\n")[0]
+    assert json.loads(last)["error"]["code"] == "reader_too_slow"
+    assert received.endswith(b"0\r\n\r\n")
+    scripted_stack.wait_until_idle()
+
+
 def test_a_body_that_is_too_large_is_refused_by_its_length(scripted_stack: Stack) -> None:
     """Before it comes; the connection serves on when it did."""
     with scripted_stack.connect() as connection:

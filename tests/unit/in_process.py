@@ -64,7 +64,7 @@ def _refuse(word: str) -> None:
 
 
 class RecordingSink:
-    """Keeps events and the error; fails the test when a call ends twice or goes on after its end, or by what is no JSON."""
+    """Keeps events and the error; fails the test when a call ends twice, or goes on after its end, or sends no JSON."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []

@@ -14,6 +14,7 @@ ALL = (
     (errors.UnauthorizedError, 401, "invalid_request_error", "invalid_api_key"),
     (errors.NotAllowedError, 403, "invalid_request_error", "not_allowed"),
     (errors.ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
+    (errors.SlowReaderError, 408, "invalid_request_error", "reader_too_slow"),
     (errors.RequestTooLargeError, 413, "invalid_request_error", "request_too_large"),
     (errors.RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (errors.BudgetError, 429, "insufficient_quota", "insufficient_quota"),

@@ -133,7 +133,7 @@ def test_a_request_id_is_passed_on_and_returned(given_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["host", "origin", "content-type", "content-encoding", "authorization", "x-request-id"]
+    "name", ["host", "origin", "content-type", "content-encoding", "authorization", "x-request-id", "x-deadline-ms"]
 )
 def test_what_may_come_once(name: str) -> None:
     response = ask(headers=[(name, "a"), (name, "a")])

@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from orchestrator import contracts
 from orchestrator.grpc_front.__main__ import run
 from orchestrator.grpc_front.server import Front, Served, Server
+from orchestrator.local_socket import SOCKETS_VARIABLE, LocalSink, listen, socket_of
 from orchestrator.replica_set import find_replicas
 from orchestrator.replicas import Replicas
 from orchestrator.wire import ASK_FOR_END, add_string, new_request
@@ -208,6 +209,31 @@ def test_headers_arrive_as_triton_forwards_them(call: str) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("name", contracts.SINGLE_HEADERS)
+def test_a_header_that_came_twice_is_refused(name: str) -> None:
+    """As over HTTP; lists are joined."""
+
+    async def scenario() -> None:
+        async with fronted(one_event_then_the_end) as (fake, stub, _):
+            metadata = ((name, "1"), (name, "1"))
+            with pytest.raises(aio.AioRpcError) as caught:
+                await stub.ModelInfer(make(), metadata=metadata)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            (got,) = [got async for got in stub.ModelStreamInfer(iter((make(),)), metadata=metadata)]
+            for message in (str(caught.value.details()), got.error_message):
+                error = json.loads(message)["error"]
+                assert error["message"] == f"{name}: sent twice in the metadata; once is allowed"
+                assert error["param"] == name
+            assert fake.requests == []
+            lists = (("cache-control", "no-store"), ("tracestate", "a=1"), ("cache-control", "no-cache"))
+            await stub.ModelInfer(make(), metadata=lists)
+            parameters = fake.requests[0].parameters
+            got_lists = {each: parameters[each].string_param for each in contracts.LIST_HEADERS}
+            assert got_lists == {"cache-control": "no-store, no-cache", "tracestate": "a=1"}
+
+    asyncio.run(scenario())
+
+
 def test_a_caller_that_leaves_is_told_to_triton_at_once() -> None:
     async def never_ends(request: Any, context: Any) -> None:
         await context.write(response(request, b"event"))
@@ -367,6 +393,50 @@ def test_a_slow_reader_holds_triton_back() -> None:
             while await stream.read() is not aio.EOF:
                 num_rest += 1
             assert num_rest == 1000  # nothing is lost
+
+    asyncio.run(scenario())
+
+
+def test_a_caller_that_does_not_read_is_ended_and_told_when_he_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And the orchestrator keeps nothing for him."""
+    monkeypatch.setattr("orchestrator.grpc_front.relay.WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setenv(SOCKETS_VARIABLE, f"{tmp_path}/s-")
+    running: dict[str, tuple[LocalSink, asyncio.Task[None]]] = {}
+
+    async def says_much(sink: LocalSink) -> None:
+        while True:
+            sink.send("x" * 10_000, final=False)
+            await asyncio.sleep(0.001)
+
+    def receive(request: Any, sink: LocalSink) -> None:
+        if contracts.CANCEL_PARAMETER in request.parameters:
+            to_end, task = running.pop(request.id)
+            task.cancel()
+            to_end.send(None, final=True)
+            sink.send(None, final=True)
+        else:
+            running[request.id] = sink, asyncio.create_task(says_much(sink))
+
+    async def scenario() -> None:
+        async with fronted(one_event_then_the_end) as (_, stub, front):
+            (replica,) = front._replicas.serving
+            path = socket_of(f"{tmp_path}/s-", replica.streams._url, contracts.ORCHESTRATOR_MODEL, "0")
+            server = await listen(path, receive)
+            stream = stub.ModelStreamInfer()
+            for request_id in ("a", "b"):
+                await stream.write(make(request_id))
+            await stream.read()
+            await wait_for(lambda: len(running) == 2)
+            await wait_for(lambda: not running)
+            await wait_for(lambda: all(not relay._live for relay in front._relays))
+            with pytest.raises(aio.AioRpcError, match="no response was read for 0.2 s") as caught:
+                while await stream.read() is not aio.EOF:
+                    pass
+            assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            await wait_for(lambda: not front._relays)
+            server.close()
 
     asyncio.run(scenario())
 

@@ -13,9 +13,9 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator import contracts
+from orchestrator import contracts, local_socket
 from orchestrator.call import Call
-from orchestrator.errors import EngineError, InternalError, InvalidRequestError, from_message
+from orchestrator.errors import EngineError, InternalError, InvalidRequestError, SlowReaderError, from_message
 from orchestrator.infer_streams import InferStreams, Responses
 from orchestrator.limits.client import answer_headers_of
 from orchestrator.local_socket import MAX_REQUEST_MESSAGE_BYTES, SOCKETS_VARIABLE, LocalSink, listen, socket_of
@@ -128,6 +128,89 @@ def test_a_request_that_is_too_long_is_not_read_and_the_log_says_why(
     assert run(lambda call, sink: None, scenario).calls == []
     (record,) = caplog.records
     assert record.message.startswith("a connection to the orchestrator was closed: a message of 4194")
+
+
+# --- readers that do not read ------------------------------------------------------------------------------
+
+EVENT = "x" * 1000
+
+
+@pytest.fixture
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_socket, "MAX_BEHIND_BYTES", 100_000)
+    monkeypatch.setattr(local_socket, "BEHIND_TIMEOUT_S", 0.1)
+
+
+class Talk:
+    """Says `EVENT` forever, to whoever calls, until the sink refuses."""
+
+    def __init__(self) -> None:
+        self.num_said = 0
+        self.refused = asyncio.Event()
+
+    def __call__(self, call: Call, sink: LocalSink) -> None:
+        self._sink = sink
+        self._task = asyncio.ensure_future(self._say(call, sink))
+
+    async def _say(self, call: Call, sink: LocalSink) -> None:
+        try:
+            while not call.is_cancelled:
+                sink.send(EVENT, final=False)
+                self.num_said += 1
+                await asyncio.sleep(0.001)
+        except SlowReaderError as error:
+            sink.fail(error)
+            self.refused.set()
+
+    @property
+    def num_bytes_held(self) -> int:
+        return self._sink._writer.transport.get_write_buffer_size()
+
+
+@pytest.mark.usefixtures("little_patience")
+def test_a_reader_that_stalls_is_ended_and_told_after_all_that_was_said(run: Callable[..., Orchestrator]) -> None:
+    talk = Talk()
+
+    async def scenario(streams: InferStreams) -> None:
+        reading = ask(streams).read()
+        await anext(reading)
+        await talk.refused.wait()
+        assert 100_000 < talk.num_bytes_held < 400_000  # the bound, and what 0.1 s brought beside it
+        *events, last = [response async for response in reading]
+        assert len(events) == talk.num_said - 1
+        error = from_message(last.error_message)
+        assert isinstance(error, SlowReaderError)
+        assert error.message.startswith(
+            "more than 100000 bytes of the stream were not read for 0.1 s; read it as it comes"
+        )
+
+    run(talk, scenario)
+
+
+@pytest.mark.usefixtures("little_patience")
+def test_a_reader_that_catches_up_is_not_ended(run: Callable[..., Orchestrator]) -> None:
+    """Of much that came at once, such as an answer that another caller has had."""
+    talk = Talk()
+
+    def answer(call: Call, sink: LocalSink) -> None:
+        for _ in range(2000):
+            sink.send(EVENT, final=False)
+        talk(call, sink)
+
+    async def scenario(streams: InferStreams) -> None:
+        reading = ask(streams).read()
+        num_read = 0
+        async for response in reading:
+            assert not response.error_message
+            num_read += 1
+            if num_read > 2000 and talk.num_said > 300:
+                break
+        await reading.aclose()
+
+    run(answer, scenario)
+
+
+# --- faults ------------------------------------------------------------------------------------------------
 
 
 def test_a_fault_of_ours_is_named_and_logged_and_ends_its_request_alone(

@@ -719,7 +719,7 @@ def engine_request(num_input_ids: int = 10, **fields: Any) -> EngineRequest:
         (80, {}, {"max_new_tokens": 20}),  # what the window has left
         (99, {}, {"max_new_tokens": 1}),
         (10, {"max_tokens": 90}, {"max_new_tokens": 90}),
-        (10, {"max_tokens": 5, "max_completion_tokens": 6}, {"max_new_tokens": 6}),
+        (10, {"max_completion_tokens": 6}, {"max_new_tokens": 6}),
         (10, {"temperature": 0.0}, {"sample": False}),
         (10, {"temperature": 1e-5}, {"sample": False}),
         (10, {"temperature": 1.5, "top_p": 0.5, "top_k": 7}, {"temperature": 1.5, "top_p": 0.5, "top_k": 7}),

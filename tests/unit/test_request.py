@@ -278,11 +278,54 @@ def test_text_parts_are_joined_as_they_are() -> None:
         ({}, None),
         ({"max_tokens": 5}, 5),
         ({"max_completion_tokens": 6}, 6),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, 6),
+        ({"max_tokens": 6, "max_completion_tokens": 6}, 6),
+        ({"max_tokens": None, "max_completion_tokens": 6}, 6),
     ],
 )
 def test_output_limit(fields: dict[str, int], limit: int | None) -> None:
     assert parse(**fields).output_limit == limit
+
+
+def test_two_limits_that_differ_are_refused() -> None:
+    """As by OpenAI, which refuses both together; clients that send both mean one."""
+    error = refusal(json.dumps({"messages": [USER], "max_tokens": 5, "max_completion_tokens": 6}).encode())
+    assert error.message.startswith("max_tokens: 5 beside max_completion_tokens, which is 6; ")
+    assert error.param == "max_tokens"
+
+
+NULLS = (
+    "nobody_knows",
+    "thinking",
+    "top_logprobs",
+    "stream",
+    "stream_options",
+    "ignore_eos",
+    "stop",
+    "logit_bias",
+    "n",
+)
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_a_null_is_as_if_left_out(kind: Kind) -> None:
+    """Also of what we do not have: some clients send every field that they know."""
+    asked: dict[str, Any] = {"messages": [USER], "temperature": 0.5} if kind == "chat" else {"prompt": "ß"}
+    nulls = dict.fromkeys([*NULLS, "prompt" if kind == "chat" else "messages"])
+    body = json.dumps({**asked, **nulls}).encode()
+    plain = json.dumps(asked).encode()
+    for told in (kind, None):  # the orchestrator guesses
+        got, wanted = parse_request(body, told), parse_request(plain, told)
+        assert type(got) is type(wanted) and got.model_dump() == wanted.model_dump()
+    assert glance(body, kind).stream is False
+    assert parse_request(json.dumps({**asked, "stream": True, "stream_options": {"include_usage": None}}).encode())
+    error = refusal(json.dumps({**asked, **nulls, "other": 0, "top_k": -1}).encode(), kind)
+    assert error.param in ("other", "top_k")
+
+
+def test_many_nulls_are_dropped_quickly() -> None:
+    started_s = time.process_time()
+    assert parse(**{f"k{number}": None for number in range(16_000)}).messages == parse().messages
+    assert time.process_time() - started_s < 0.5
 
 
 @pytest.mark.parametrize(
