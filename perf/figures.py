@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "perf" / "results"
 _MARKED = {
-    name: re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL) for name in ("figures", "h100")
+    name: re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL) for name in ("figures", "gpu")
 }
 
 Result = Mapping[str, Any]
@@ -304,7 +304,7 @@ if (RESULTS / "soak.json").is_file():
     FIGURES["soak"] = _soak
 
 
-def _h100(result: Result) -> list[Figure]:
+def _gpu(result: Result) -> list[Figure]:
     lines = []
     for name, part in (("BF16", result["speed-bf16"]), ("FP8", result["speed-fp8"])):
         bare, stack = part["bare"], part["stack"]
@@ -314,9 +314,11 @@ def _h100(result: Result) -> list[Figure]:
             what = f"tokens/s out of SSE ÷ AsyncLLM alone, {name}, {streams} streams"
             lines.append(Figure(what, f"{ratio:.3f} ({rate} ÷ {of_rate})", ratio, "≥", bar))
     bf16, fp8 = result["speed-bf16"], result["speed-fp8"]
-    own = bf16["ratios"]["tokens_per_s_over_own"]
-    others = ", ".join(f"{ratio:.2f} at {streams}" for streams, ratio in own.items())
-    lines.append(Figure("tokens/s out of SSE ÷ out of vLLM's own server, BF16", others, min(own.values()), "≥", 1))
+    for name, part in (("BF16", bf16), ("FP8", fp8)):
+        own = part["ratios"]["tokens_per_s_over_own"]
+        others = ", ".join(f"{ratio:.3f} at {streams}" for streams, ratio in own.items())
+        what = f"tokens/s out of SSE ÷ out of vLLM's own server, {name}"
+        lines.append(Figure(what, others, min(own.values()), "≥", 1))
     for name, part in (("BF16", bf16), ("FP8", fp8)):
         first_ms = part["stack"]["ttft_ms"]["512"]["p50"]
         beside = f"AsyncLLM alone {part['bare']['ttft_ms']['512']['p50']:.1f}"
@@ -342,7 +344,7 @@ def load(name: str) -> Result:
 def tables() -> dict[str, str]:
     """The tables in Markdown, by the name of their marks."""
     of_cpu = [figure for name, read in FIGURES.items() for figure in read(load(name))]
-    return {name: _table(lines) for name, lines in (("figures", of_cpu), ("h100", _h100(load("h100"))))}
+    return {name: _table(lines) for name, lines in (("figures", of_cpu), ("gpu", _gpu(load("h200"))))}
 
 
 def _table(lines: list[Figure]) -> str:

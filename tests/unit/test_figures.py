@@ -38,6 +38,6 @@ def test_tables_are_put_between_their_marks(tmp_path: Path, monkeypatch: pytest.
     assert readme.read_text() == text.format(*tables().values())
     assert in_readme() == tables()
     readme.write_text(places[0])
-    with pytest.raises(ValueError, match="has 0 places between <!-- h100 -->"):
+    with pytest.raises(ValueError, match="has 0 places between <!-- gpu -->"):
         figures.figures(write=True)
     assert readme.read_text() == places[0]
