@@ -78,11 +78,8 @@ def cache_speed(
                 say(f"{store}, {num_entries:,} entries: filling")
                 write_fillers(file, artifact, questions[: max(0, num_entries - len(PARAPHRASES))])
                 with _serving(artifact, store, file) as stack:
-                    if (
-                        num_entries > len(PARAPHRASES)
-                        and _Client(stack.gateway_url).ask(questions[0].text)[1] == "miss"
-                    ):
-                        raise PerfError(f"{store}: {questions[0].text!r} is stored, and was a miss")
+                    if num_entries > len(PARAPHRASES):
+                        _check_is_stored(stack, questions[0].text)
                     measured = _measure_clients(stack, clients, num_requests)
                 runs += [{"store": store, "entries": num_entries, **each} for each in measured]
                 result |= _headline(runs)
@@ -148,10 +145,16 @@ def _headline(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Client:
-    """One keep-alive connection."""
+    """One keep-alive connection. A context manager."""
 
     def __init__(self, url: str) -> None:
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+
+    def __enter__(self) -> _Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
 
     def ask(self, question: str, control: str = "") -> tuple[float, str]:
         """How long the whole answer took, in ms, and what `rt.cache` says."""
@@ -169,12 +172,18 @@ class _Client:
         return took_ms, json.loads(raw)["rt"]["cache"]
 
 
+def _check_is_stored(stack: Stack, question: str) -> None:
+    with _Client(stack.gateway_url) as client:
+        if client.ask(question)[1] == "miss":
+            raise PerfError(f"{question!r}: is among what fills the store, and was a miss")
+
+
 def _store_questions(stack: Stack) -> None:
     """Answers are stored after they were sent: each question is asked until it is a hit."""
-    client = _Client(stack.gateway_url)
-    for question, _ in PARAPHRASES:
-        if not any(client.ask(question)[1] == "exact" for _ in range(_MAX_TRIES)):
-            raise PerfError(f"{question!r}: asked {_MAX_TRIES} times, and its answer is not stored")
+    with _Client(stack.gateway_url) as client:
+        for question, _ in PARAPHRASES:
+            if not any(client.ask(question)[1] == "exact" for _ in range(_MAX_TRIES)):
+                raise PerfError(f"{question!r}: asked {_MAX_TRIES} times, and its answer is not stored")
 
 
 def _measure_clients(stack: Stack, clients: Sequence[int], num_requests: int) -> list[dict[str, Any]]:
@@ -205,19 +214,20 @@ def _measure(
     others = dict.fromkeys(times, 0)
 
     def run(kinds: Sequence[str], number: int) -> None:
-        client = _Client(stack.gateway_url)
-        for index in range(-_WARM_UP, num_requests // num_clients):
-            for kind in kinds if index % 2 else reversed(kinds):
-                if is_hit := kind in ("exact", "semantic"):
-                    question = PARAPHRASES[(index + number) % len(PARAPHRASES)][kind == "semantic"]
-                else:
-                    number_asked = next(numbers)  # it keeps the guards from serving another's answer
-                    question = fresh_question(number_asked, number_asked)
-                took_ms, got = client.ask(question, "no-store" if kind == "bypass" else _HITS_ONLY if is_hit else "")
-                if got != kind:
-                    others[kind] += index >= 0
-                elif index >= 0:
-                    times[kind].append(took_ms)
+        with _Client(stack.gateway_url) as client:
+            for index in range(-_WARM_UP, num_requests // num_clients):
+                for kind in kinds if index % 2 else reversed(kinds):
+                    took_ms, got = ask(client, kind, index + number)
+                    if got != kind:
+                        others[kind] += index >= 0
+                    elif index >= 0:
+                        times[kind].append(took_ms)
+
+    def ask(client: _Client, kind: str, place: int) -> tuple[float, str]:
+        if kind in ("exact", "semantic"):
+            return client.ask(PARAPHRASES[place % len(PARAPHRASES)][kind == "semantic"], _HITS_ONLY)
+        number = next(numbers)  # it keeps the guards from serving another's answer
+        return client.ask(fresh_question(number, number), "no-store" if kind == "bypass" else "")
 
     for kinds in phases:
         with ThreadPoolExecutor(num_clients) as pool:
