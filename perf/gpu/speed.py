@@ -55,13 +55,26 @@ SHARE_OF_THREE, MIN_MEMORY_MIB = 0.31, 135_000
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Side:
-    """How one side is asked. `ask_counting` also counts processor time, which takes a while; it is for loads alone."""
+    """Who is asked, through `worker`; `stack` where it is ours."""
 
-    ask: Ask
-    ask_counting: Ask
+    worker: Worker
     stack: Stack | None = None
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        answer = self.worker.ask(dict(request))
+        answer.pop("token_ids", None)  # which AsyncLLM alone tells
+        return answer
+
+    def ask_counting(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Also counts our processor time, which takes a while: for loads alone."""
+        if self.stack is None:
+            return self.ask(request)
+        before = processor_us(self.stack)
+        answer = self.ask(request)
+        spent = {role: us - before[role] for role, us in processor_us(self.stack).items()}
+        return {**answer, "us_per_token": {role: round(us / answer["tokens"], 1) for role, us in spent.items()}}
 
 
 def speed(
@@ -126,38 +139,17 @@ def start(side: str, artifact: Path, logs: Path, gateway_workers: int) -> Iterat
     """One side, ready; the stack is two."""
     if side == "bare":
         with bare(artifact) as worker:
-
-            def ask(request: Mapping[str, Any]) -> dict[str, Any]:
-                return {**worker.ask(dict(request)), "token_ids": None}
-
-            yield {side: Side(ask, ask)}
+            yield {side: Side(worker)}
     elif side == "own":
-        with own_server(artifact, logs.with_suffix(".log")) as url, sse_load(url, SERVED_MODEL) as load:
-            yield {side: asked_by(load)}
+        with own_server(artifact, logs.with_suffix(".log")) as url, sse_load(url, SERVED_MODEL) as worker:
+            yield {side: Side(worker)}
     else:
         with (
             whole_stack(artifact, logs, gateway_workers) as stack,
-            sse_load(stack.gateway_url, "simple") as load,
-            sse_load(f"grpc://{stack.grpc_front_url}", "simple") as grpc_load,
+            sse_load(stack.gateway_url, "simple") as worker,
+            sse_load(f"grpc://{stack.grpc_front_url}", "simple") as grpc_worker,
         ):
-            yield {side: asked_by(load, stack), "grpc": asked_by(grpc_load, stack)}
-
-
-def asked_by(load: Worker, stack: Stack | None = None) -> Side:
-    """Who asks through `load`; processor time is of `stack`, where it is one."""
-
-    def ask(request: Mapping[str, Any]) -> dict[str, Any]:
-        return load.ask(dict(request))
-
-    def ask_counting(request: Mapping[str, Any]) -> dict[str, Any]:
-        if stack is None:
-            return ask(request)
-        before = processor_us(stack)
-        answer = ask(request)
-        spent = {role: us - before[role] for role, us in processor_us(stack).items()}
-        return {**answer, "us_per_token": {role: round(us / answer["tokens"], 1) for role, us in spent.items()}}
-
-    return Side(ask, ask_counting, stack)
+            yield {side: Side(worker, stack), "grpc": Side(grpc_worker, stack)}
 
 
 def measure(sides: Mapping[str, Side], result: dict[str, Any]) -> None:
