@@ -1,8 +1,11 @@
 """Single flight: one answer in the making, and all who asked for the same at the same time.
 
 Everything here happens on one event loop, and nothing is awaited between two callers' turns: whoever comes late is
-sent what there is, and is with the others from then on. The text is kept once. A sink never waits for its reader, so a
+sent what the others have, and is with them from then on. The text is kept once. A sink never waits for its reader, so a
 slow one holds nobody up.
+
+A token costs its way once for each caller, so a crowd costs more than its answer: with many callers tokens wait for one
+another, and go as one event.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from functools import partial
 
 from orchestrator.answer import Answer, CallerOutput
@@ -20,17 +23,33 @@ from orchestrator.errors import CancelledError
 from orchestrator.latencies import TokenGaps
 from orchestrator.stages import Stage
 from orchestrator.streaming.chunks import Choice
-from orchestrator.streaming.text import Piece
+from orchestrator.streaming.text import Piece, join
+
+# What one event loop may have to write for callers who share: an event takes 20 to 70 us of it (`perf token-path`).
+MAX_SHARED_EVENTS_PER_S = 10_000
 
 log = logging.getLogger("orchestrator.requests")
+
+
+class Crowd:
+    """All the callers of one event loop."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    @property
+    def pause_s(self) -> float:
+        """Between two events of one answer that several listen to."""
+        return self.num / MAX_SHARED_EVENTS_PER_S
 
 
 class Flight(Waited):
     """An `Output` for any number of callers. It is cancelled when the last of them leaves."""
 
-    def __init__(self, *, keeps_pieces: bool = True) -> None:
+    def __init__(self, crowd: Crowd | None = None, *, keeps_pieces: bool = True) -> None:
         """Without its pieces nobody can join late, nor can the answer be stored."""
         super().__init__()
+        self._crowd = Crowd() if crowd is None else crowd
         self._keeps_pieces = keeps_pieces
         self.hit: Hit | None = None  # what is served, if it is a stored answer
         self.pieces: list[tuple[Choice, Piece | None]] = []  # None: the choice ends
@@ -38,6 +57,9 @@ class Flight(Waited):
         self.gaps = TokenGaps()  # of what is generated
         self.payer: CallerOutput | None = None  # who pays for it: of those who heard its end, the first
         self._callers: dict[CallerOutput, asyncio.Future[None]] = {}
+        self._num_sent = 0  # of `pieces`, to all callers
+        self._sent_s = 0.0  # by the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
         self._stage: Stage | None = None
         self._is_finished = False
         self._has_failed = False
@@ -57,6 +79,7 @@ class Flight(Waited):
             if self._is_finished:
                 return
         ended = self._callers[output] = asyncio.get_running_loop().create_future()
+        self._crowd.num += 1
         try:
             output.call.on_cancel(partial(self._leave, output))
             await ended
@@ -64,13 +87,14 @@ class Flight(Waited):
             output.call.raise_if_cancelled()  # for a reason of its own, such as a deadline
             raise
         finally:
+            self._crowd.num -= 1
             self._callers.pop(output, None)
             if not self._callers and not self._is_finished:
                 await self.cancel()
 
     def _catch_up(self, output: CallerOutput, answer: Answer) -> None:
         output.begin(answer, uuid.uuid4().hex)
-        for choice, piece in self.pieces:
+        for choice, piece in _join(self.pieces[: self._num_sent]):
             if piece is None:
                 output.end_choice(choice)
             else:
@@ -96,6 +120,7 @@ class Flight(Waited):
             await make(self)
         except BaseException as error:
             self._has_failed = True
+            self._send_new()
             self.payer = next(iter(self._callers), None)
             if self._is_finished:
                 log.exception("after an answer was finished")
@@ -123,27 +148,56 @@ class Flight(Waited):
         is_sent = self.answer.request.stream and not self._keeps_pieces  # and not wanted again
         choice.add(piece.text, piece.calls, None if is_sent else piece.log_probs)
         if piece.text or piece.calls or piece.log_probs:
-            if self._keeps_pieces:
-                self.pieces.append((choice, piece))
-            for output in list(self._callers):
-                self._send(output, partial(output.emit, choice, piece))
+            self._pass_on(choice, piece)
             if self.hit is None:
                 self.gaps.note(choice)
 
     def end_choice(self, choice: Choice, finish_reason: str) -> None:
         choice.finish_reason = finish_reason
-        if self._keeps_pieces:
-            self.pieces.append((choice, None))
-        for output in list(self._callers):
-            self._send(output, partial(output.end_choice, choice))
+        self._pass_on(choice, None)
 
     def finish(self) -> None:
+        self._send_new()
         self._is_finished = True
         self.payer = next(iter(self._callers), None)
         for output, ended in list(self._callers.items()):
             self._send(output, output.finish)
             if not ended.done():
                 ended.set_result(None)
+
+    def _pass_on(self, choice: Choice, piece: Piece | None) -> None:
+        """Now, or with what follows it."""
+        if not self._keeps_pieces:  # one caller
+            self._send_all(choice, piece)
+            return
+        self.pieces.append((choice, piece))
+        if len(self._callers) < 2:
+            self._send_new()
+        elif self._timer is None:
+            loop = asyncio.get_running_loop()
+            wait_s = self._sent_s + self._crowd.pause_s - loop.time()
+            if wait_s <= 0:
+                self._send_new()
+            else:
+                self._timer = loop.call_later(wait_s, self._send_new)
+
+    def _send_new(self) -> None:
+        """To all callers what they have not got yet."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        new, self._num_sent = self.pieces[self._num_sent :], len(self.pieces)
+        if len(self._callers) > 1:
+            self._sent_s = asyncio.get_running_loop().time()
+        for choice, piece in _join(new):
+            self._send_all(choice, piece)
+
+    def _send_all(self, choice: Choice, piece: Piece | None) -> None:
+        for output in list(self._callers):
+            if piece is None:
+                self._send(output, partial(output.end_choice, choice))
+            else:
+                self._send(output, partial(output.emit, choice, piece))
 
     def _send(self, output: CallerOutput, send: Callable[[], None]) -> None:
         """One caller's sink that fails is not the others' concern."""
@@ -156,10 +210,29 @@ class Flight(Waited):
             ended.set_exception(error)
 
 
+def _join(pieces: Sequence[tuple[Choice, Piece | None]]) -> Iterator[tuple[Choice, Piece | None]]:
+    """The same, a choice's pieces as one."""
+    if len(pieces) < 2:
+        yield from pieces
+        return
+    new: dict[int, list[Piece]] = {}
+    ends = {choice.index for choice, piece in pieces if piece is None}
+    choices = {choice.index: choice for choice, _ in pieces}
+    for choice, piece in pieces:
+        if piece is not None:
+            new.setdefault(choice.index, []).append(piece)
+    for index, choice in choices.items():
+        if index in new:
+            yield choice, join(new[index])
+        if index in ends:
+            yield choice, None
+
+
 class Flights:
     """What is in the air. For one event loop."""
 
     def __init__(self) -> None:
+        self._crowd = Crowd()
         self._open: dict[Hashable, Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -171,7 +244,7 @@ class Flights:
         self, key: Hashable | None, make: Callable[[Flight], Awaitable[None]], *, keeps_pieces: bool = True
     ) -> Flight:
         """A flight that `make` fills; others find it by `key`, until `make` returns. With None nobody does."""
-        flight = Flight(keeps_pieces=keeps_pieces)
+        flight = Flight(self._crowd, keeps_pieces=keeps_pieces)
         if key is not None:
             self._open[key] = flight
         task = asyncio.get_running_loop().create_task(flight.run(make))

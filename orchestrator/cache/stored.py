@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.streaming.log_probs import TokenLogProb
-from orchestrator.streaming.text import Piece
+from orchestrator.streaming.text import Piece, join
 
 # A replayed stream has no more deltas than this: each costs its way through Triton and the gateway, and there is
 # nothing to wait for between them.
@@ -57,14 +57,7 @@ class StoredAnswer:
 def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
     """The same text and log probabilities in at most `MAX_PIECES` pieces, of neighbours joined."""
     size = -(-len(pieces) // MAX_PIECES)
-    groups = [pieces[start : start + size] for start in range(0, len(pieces), size or 1)]
-    return [Piece("".join(piece.text for piece in group), log_probs=_join_log_probs(group)) for group in groups]
-
-
-def _join_log_probs(pieces: Sequence[Piece]) -> list[TokenLogProb] | None:
-    if all(piece.log_probs is None for piece in pieces):
-        return None
-    return [each for piece in pieces for each in piece.log_probs or ()]
+    return [join(pieces[start : start + size]) for start in range(0, len(pieces), size or 1)]
 
 
 def _read_log_probs(rows: Any) -> list[TokenLogProb] | None:

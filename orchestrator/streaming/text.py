@@ -20,6 +20,15 @@ class Piece(NamedTuple):
     log_probs: list[TokenLogProb] | None = None
 
 
+def join(pieces: Sequence[Piece]) -> Piece:
+    """What follows each other in one choice, as one."""
+    log_probs = None
+    if any(piece.log_probs is not None for piece in pieces):
+        log_probs = [each for piece in pieces for each in piece.log_probs or ()]
+    calls = tuple(call for piece in pieces for call in piece.calls)
+    return Piece("".join(piece.text for piece in pieces), calls, log_probs)
+
+
 class TextStream:
     """Cuts the text at a stop string and takes tool calls out of it."""
 

@@ -498,19 +498,21 @@ def test_identical_requests_generate_once(bench: Bench) -> None:
 def test_a_late_one_gets_what_there_is_and_then_lives_on(bench: Bench) -> None:
     early, late = bench.call(SLOW, stream=True), bench.call(SLOW, stream=True)
 
-    async def run() -> int:
+    async def run() -> tuple[str, str, int]:
         running = [asyncio.create_task(bench.pipeline.run(early[0]))]
         while len(early[1].events) < 4:
             await asyncio.sleep(0.002)
         running.append(asyncio.create_task(bench.pipeline.run(late[0])))
         while not late[1].events:
             await asyncio.sleep(0)
-        num_caught_up = len(late[1].events)
+        caught_up = early[1].text, late[1].text, len(late[1].events)
         await asyncio.gather(*running)
         await bench.pipeline.finish()
-        return num_caught_up
+        return caught_up
 
-    assert asyncio.run(run()) >= 4
+    there_was, it_got, in_events = asyncio.run(run())
+    assert it_got == there_was and len(there_was.split()) >= 4 and in_events == 1
+    assert len(late[1].events) > 4  # live from then on
     assert early[1].text == late[1].text
     assert bench.num_generated == 1
     assert late[1].events[0]["choices"][0]["delta"]["role"] == "assistant"

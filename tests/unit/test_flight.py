@@ -1,15 +1,22 @@
-"""What a flight keeps of an answer, beside sending it: as much as is wanted again."""
+"""What a flight keeps of an answer, as much as is wanted again; and how it goes to many callers."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.answer import Answer
-from orchestrator.flight import Flight
+from orchestrator.errors import EngineError
+from orchestrator.flight import MAX_SHARED_EVENTS_PER_S, Crowd, Flight
 from orchestrator.request import parse_request
+from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.log_probs import TokenLogProb
 from orchestrator.streaming.text import Piece
 
@@ -37,3 +44,136 @@ def test_what_is_sent_and_not_wanted_again_is_not_kept(
     assert (choice.text, choice.finish_reason) == ("ab", "stop")  # for the filters, and quality
     assert len(flight.pieces) == num_pieces
     assert (choice.log_probs and len(choice.log_probs)) == num_log_probs
+
+
+def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    @wraps(test)
+    def run() -> None:
+        asyncio.run(test())
+
+    return run
+
+
+class FakeOutput:
+    """A caller's output that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.call = SimpleNamespace(on_cancel=lambda stop: None, raise_if_cancelled=lambda: None)
+        self.texts: list[str] = []
+        self.by_choice: dict[int, str] = {}
+
+    def begin(self, answer: Answer, answer_id: str) -> None:
+        self.texts.append("(")
+
+    def emit(self, choice: Choice, piece: Piece) -> None:
+        self.texts.append(piece.text)
+        self.by_choice[choice.index] = self.by_choice.get(choice.index, "") + piece.text
+
+    def end_choice(self, choice: Choice) -> None:
+        self.texts.append(f".{choice.index}")
+        self.by_choice[choice.index] = self.by_choice.get(choice.index, "") + "."
+
+    def finish(self) -> None:
+        self.texts.append(")")
+
+
+async def board(flight: Flight, num: int) -> tuple[list[FakeOutput], list[asyncio.Task[None]]]:
+    outputs: Any = [FakeOutput() for _ in range(num)]
+    tasks = [asyncio.create_task(flight.listen(output)) for output in outputs]
+    await asyncio.sleep(0)
+    return outputs, tasks
+
+
+def begin(flight: Flight, num_choices: int = 1) -> list[Choice]:
+    request: Any = SimpleNamespace(num_choices=num_choices, stream=True)
+    answer = Answer(request, SimpleNamespace(model="m"))  # type: ignore[arg-type]
+    flight.begin(answer, "id")
+    return answer.choices
+
+
+@in_a_loop
+async def test_tokens_wait_for_one_another_when_many_listen_and_none_is_lost() -> None:
+    crowd = Crowd()
+    crowd.num = 100 * MAX_SHARED_EVENTS_PER_S  # others' callers: a pause of 100 s
+    flight = Flight(crowd)
+    outputs, tasks = await board(flight, 2)
+    (choice,) = begin(flight)
+    for text in "abcd":
+        flight.emit(choice, Piece(text))
+    assert [each.texts for each in outputs] == [["(", "a"]] * 2  # the first at once
+    late, late_tasks = await board(flight, 1)
+    flight.end_choice(choice, "stop")
+    flight.finish()
+    await asyncio.gather(*tasks, *late_tasks)
+    assert [each.texts for each in [*outputs, *late]] == [["(", "a", "bcd", ".0", ")"]] * 3
+    assert crowd.num == 100 * MAX_SHARED_EVENTS_PER_S
+
+
+@in_a_loop
+async def test_what_waits_goes_when_its_time_has_come() -> None:
+    crowd = Crowd()
+    crowd.num = MAX_SHARED_EVENTS_PER_S // 100  # a pause of 10 ms
+    flight = Flight(crowd)
+    outputs, tasks = await board(flight, 2)
+    (choice,) = begin(flight)
+    for text in "abc":
+        flight.emit(choice, Piece(text))
+    while len(outputs[1].texts) < 3:
+        await asyncio.sleep(0.001)
+    assert [each.texts for each in outputs] == [["(", "a", "bc"]] * 2
+    flight.finish()
+    await asyncio.gather(*tasks)
+
+
+@in_a_loop
+async def test_one_caller_gets_each_token_by_itself_however_many_others_there_are() -> None:
+    crowd = Crowd()
+    crowd.num = 100 * MAX_SHARED_EVENTS_PER_S
+    flight = Flight(crowd)
+    (output,), tasks = await board(flight, 1)
+    (choice,) = begin(flight)
+    for text in "abc":
+        flight.emit(choice, Piece(text))
+    assert output.texts == ["(", "a", "b", "c"]
+    flight.finish()
+    await asyncio.gather(*tasks)
+
+
+@in_a_loop
+async def test_what_came_before_an_error_is_sent_before_it() -> None:
+    crowd = Crowd()
+    crowd.num = 100 * MAX_SHARED_EVENTS_PER_S
+    flight = Flight(crowd)
+    outputs, tasks = await board(flight, 2)
+
+    async def make(flight: Flight) -> None:
+        (choice,) = begin(flight)
+        for text in "abc":
+            flight.emit(choice, Piece(text))
+        raise EngineError("gone")
+
+    await flight.run(make)
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(each, EngineError) for each in ended)
+    assert [each.texts for each in outputs] == [["(", "a", "bc"]] * 2
+
+
+@given(steps=st.lists(st.tuples(st.integers(0, 2), st.text("xyz", min_size=1, max_size=3)), max_size=20))
+def test_each_choice_has_its_text_and_then_its_end(steps: list[tuple[int, str]]) -> None:
+    async def fly() -> None:
+        crowd = Crowd()
+        crowd.num = 100 * MAX_SHARED_EVENTS_PER_S
+        flight = Flight(crowd)
+        outputs, tasks = await board(flight, 2)
+        choices = begin(flight, 3)
+        for index, text in steps:
+            flight.emit(choices[index], Piece(text))
+        for index in (1, 0, 2):
+            flight.end_choice(choices[index], "stop")
+        flight.finish()
+        await asyncio.gather(*tasks)
+        whole = {index: "".join(text for at, text in steps if at == index) + "." for index in range(3)}
+        assert [output.by_choice for output in outputs] == [whole] * 2
+        assert outputs[0].texts[-1] == ")"
+
+    asyncio.run(fly())
