@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from orchestrator.cache.chinese import read_chinese
-from orchestrator.cache.languages import guess_language
+from orchestrator.cache.languages import guess_language, strip_accents
 from orchestrator.cache.lexicon import Lexicon, load_lexicon, words
 from orchestrator.cache.reading import ADVERBS, DANGLING, MODALS, Reading, Token, read_question
 from orchestrator.cache.typos import mend
+from orchestrator.cache.writing import rejecting_writing
 
 # Kinds that a question without any word of asking may stand for: "capital of France?", "reset iphone password".
 _NONE_LIKE = {"what", "how", "howmuch", "command"}
@@ -53,6 +54,9 @@ _LABELS = {
 }
 
 
+# A thing that something is done to, and one with or in which it is done.
+_WHAT_OR_WHERE = [{"", f"~{preposition}"} for preposition in ("with", "in", "on", "at", "by", "for")]
+
 # A longer question is a text to work on rather than something to look up.
 MAX_CHARACTERS = 1000
 
@@ -72,6 +76,8 @@ def rejecting_guard(cached: str, asked: str) -> str | None:
     ):
         return "language"
     language = one.language if one.certain else other.language
+    if guard := rejecting_writing(cached, asked, language):
+        return guard
     if language != "zh":
         lexicon = load_lexicon(language)
         asked = mend(asked, cached, lexicon)
@@ -106,7 +112,7 @@ def compare(cached: Reading, asked: Reading) -> str | None:
         return "words" if cached.tokens or asked.tokens else None
     if cached.language == "zh":
         return _compare_in_order(cached.tokens, asked.tokens)
-    fold = not (cached.has_accents and asked.has_accents)
+    fold = not (cached.minds_accents and asked.minds_accents)
     pairs = _align(cached.tokens, asked.tokens, lexicon, fold)
     if isinstance(pairs, str):
         return pairs
@@ -187,29 +193,48 @@ def _label(unmatched: list[Token]) -> str:
 
 
 def matches(one: Token, other: Token, lexicon: Lexicon, fold: bool) -> bool:
-    """Whether the two words mean the same; with `fold`, accents do not count: one side writes none at all."""
+    """Whether the two words mean the same; with `fold`, accents do not count: one side does without them."""
     if one.is_number or other.is_number:
         return one.is_number and other.is_number and one.text == other.text
-    if one.grade != other.grade and not one.groups & other.groups:
+    if one.grade != other.grade and not lexicon.groups_of(one.text) & lexicon.groups_of(other.text):
         return False
     if one.text == other.text:
         return True
+    if strip_accents(one.text) == strip_accents(other.text):
+        return fold
     if any(frozenset((left, right)) in lexicon.apart for left in one.bases for right in other.bases):
+        return False
+    if one.bases & other.bases and _differ_in_tense(one, other, lexicon):
         return False
     if one.bases & other.bases or one.groups & other.groups:
         return True
     if any(lexicon.word(left).related & other.bases for left in one.bases):
         return True
-    if any(lexicon.word(right).related & one.bases for right in other.bases):
-        return True
-    return fold and strip_accents(one.text) == strip_accents(other.text)
+    return any(lexicon.word(right).related & one.bases for right in other.bases)
 
 
-_ACCENTS = str.maketrans("áàâäãéèêëíìîïóòôöõúùûüñç", "aaaaaeeeeiiiiooooouuuunc")
+# By which a finite verb says when, though its stem is the same.
+_ENDINGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "es": {"past": ("ó", "aron", "ieron"), "future": ("ará", "erá", "irá", "arán", "erán", "irán")},
+    "fr": {"future": ("era", "ira", "eront", "iront")},
+}
 
 
-def strip_accents(text: str) -> str:
-    return text.translate(_ACCENTS)
+def _differ_in_tense(one: Token, other: Token, lexicon: Lexicon) -> bool:
+    """ "Who wins", "who won"; "quién gana", "quién ganará"."""
+    if lexicon.language == "en":
+        return one.is_verb and {_english_tense(one, lexicon), _english_tense(other, lexicon)} == {"past", "present"}
+    endings = _ENDINGS.get(lexicon.language, {})
+    mine, theirs = (
+        {tense for tense, listed in endings.items() if text.endswith(listed)} for text in (one.text, other.text)
+    )
+    return mine != theirs
+
+
+def _english_tense(token: Token, lexicon: Lexicon) -> str:
+    if token.text.endswith("ed") or (token.text in lexicon.irregular and not token.text.endswith("s")):
+        return "past"
+    return "present" if any(f"{base}s" == token.text for base in token.bases) else ""
 
 
 def _is_strong(role: str) -> bool:
@@ -227,6 +252,9 @@ def _check_roles(pairs: list[tuple[int, int, Token, Token]], *, may_lead: bool) 
             return "roles"
         if cached.role != asked.role and (_is_strong(cached.role) or _is_strong(asked.role)):
             return "roles"
+    for (at, there, verb, _), (next_at, next_there, cached, asked) in pairwise(pairs):
+        if verb.is_verb and next_at - at == next_there - there == 1 and {cached.role, asked.role} in _WHAT_OR_WHERE:
+            return "roles"  # "draw a gun", "draw with a gun"
     for (at, there, cached, asked), (later_at, later_there, later_cached, later_asked) in combinations(pairs, 2):
         if (at - later_at) * (there - later_there) >= 0:
             continue

@@ -58,3 +58,10 @@ def guess_language(text: str) -> Guess:
         return Guess("en", False)
     rivals = sorted(votes.values(), reverse=True)
     return Guess(best, rivals[0] > rivals[1])
+
+
+_ACCENTS = str.maketrans("áàâäãéèêëíìîïóòôöõúùûüñç", "aaaaaeeeeiiiiooooouuuunc")
+
+
+def strip_accents(text: str) -> str:
+    return text.translate(_ACCENTS)

@@ -95,14 +95,17 @@ _PLAIN = (frozenset[str](), "", "", False, False, False, "plain", 0)
 
 
 class Reading(NamedTuple):
-    """One question, read. `kinds` are those of its clauses that ask or command something."""
+    """One question, read. `kinds` are those of its clauses that ask or command something.
+
+    Whoever writes neither accents nor capitals does not `minds_accents`.
+    """
 
     language: str
     kinds: tuple[str, ...]
     tenses: frozenset[str]
     flags: tuple[str, ...]
     tokens: tuple[Token, ...]
-    has_accents: bool
+    minds_accents: bool
 
 
 def normalize(text: str) -> str:
@@ -167,7 +170,8 @@ def read_question(text: str, language: str) -> Reading:
         frozenset(tenses),
         tuple(sorted(_FLAG.findall(plain))),
         tuple(tokens),
-        any(ord(letter) > 127 for letter in lowered),
+        any(ord(letter) > 127 and letter.isalpha() for letter in lowered)
+        or (language != "en" and plain.lstrip("¿¡")[:1].isupper()),
     )
 
 

@@ -16,6 +16,7 @@ from orchestrator.triton import cleaner
 
 POLL_INTERVAL_S = 0.05
 LOG_TAIL_LINES = 30
+_MAX_TAIL_BYTES = 1 << 18  # what Triton says of its start and its end, without the tens of MiB that lie between
 # A line of a request is some 500 bytes; with the file before it at most twice as much is on disk.
 MAX_LOG_BYTES = 64 << 20
 
@@ -170,7 +171,9 @@ class Child:
         self._process.wait()
 
     def _last_lines(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - _MAX_TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
         # Triton draws its options as a table of 20 lines, which would push out the error before it.
         telling = [line for line in lines if not line.startswith(("|", "+-"))][-LOG_TAIL_LINES:]
         tail = "\n".join(f"  | {line}" for line in telling) or "  | (empty)"

@@ -15,8 +15,6 @@ from perf.processes import descendants
 GROWTH_BAR = 0.05
 # What comes before says nothing: pools and caches fill.
 WARM_UP_S = 300.0
-# Of a process that was started anew meanwhile.
-RESTARTED_WARM_UP_S = 60.0
 _MIN_SAMPLES = 10
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 # A part of a process's command line says what it is; the first that fits counts.
@@ -95,14 +93,14 @@ def name_of(command: str) -> str:
 def describe(series: Sequence[Series], seconds: float) -> tuple[list[dict[str, Any]], list[str]]:
     """What each process had, and which ones grew.
 
-    Compared are the medians of the first and the last fifth of what comes after minute 5 or, of a process that was
-    started anew, after its first minute. Without enough samples `growth` is None.
+    Compared are the medians of the first and the last fifth of what comes after minute 5, of the soak or of a process
+    that was started anew. Without enough samples `growth` is None.
     """
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
     for name, pid, samples in series:
         is_late = samples[0][0] > min(WARM_UP_S, seconds) * 0.1
-        from_s = max(WARM_UP_S, samples[0][0] + RESTARTED_WARM_UP_S) if is_late else WARM_UP_S
+        from_s = WARM_UP_S + (samples[0][0] if is_late else 0.0)
         settled = [mib for at_s, mib in samples if at_s >= from_s]
         row: dict[str, Any] = {"process": name, "pid": pid, "started_late": is_late, "num": len(samples)}
         row |= {"first_mib": round(samples[0][1], 1), "last_mib": round(samples[-1][1], 1), "growth": None}

@@ -286,7 +286,7 @@ def test_the_books_of_a_replica_begin_anew_with_it(page: list[str], tmp_path: Pa
 def test_growth_is_seen_after_the_warm_up_alone() -> None:
     flat = Series("flat", 1, [(10.0 * step, 50.0 if step < 20 else 100.0 + step % 3) for step in range(60)])
     grows = Series("grows", 2, [(10.0 * step, 100.0 + step) for step in range(60)])
-    restarted = Series("restarted", 3, [(400.0 + 10 * step, 10.0 * min(step, 5)) for step in range(20)])
+    restarted = Series("restarted", 3, [(100.0 + 10 * step, 10.0 * min(step, 25)) for step in range(50)])
     rows, faults = memory.describe([flat, grows, restarted], 600.0)
     assert [row["growth"] for row in rows] == [pytest.approx(0, abs=0.02), 0.1811, pytest.approx(0, abs=0.02)]
     assert [row["started_late"] for row in rows] == [False, False, True]

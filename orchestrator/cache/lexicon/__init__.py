@@ -110,6 +110,10 @@ class Lexicon:
         """The base forms that `word` may have, itself among them."""
         return _bases(self.language, word)
 
+    def groups_of(self, phrase: str) -> frozenset[str]:
+        """Of what is written so, and not of its base form."""
+        return self.groups.get(tuple(phrase.split()), frozenset())
+
     def word(self, word: str) -> Word:
         return self.words.get(word, _UNKNOWN)
 

@@ -1,0 +1,165 @@
+"""What of two questions' writing has to be the same, though their words are: signs, code, capitals, articles.
+
+It is looked at before anything is put into lower case or mended. A rule here may cost a hit, and never makes one.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from itertools import pairwise
+from typing import NamedTuple
+
+from orchestrator.cache.lexicon import load_lexicon
+
+# What stands between two spaces and has one of these is code, or a formula.
+_CODE = re.compile(
+    r"[\[\]{}=<>|\\^~²³&*+]|\w\(|(?<!\w)[/%#!.-]{2,}|^\.$|(?<!\w)![\w(]|^!|\$(?!\d)|(?<=\w)::?(?=\w)|\.\w+\("
+)
+_BEFORE, _AFTER = "¿¡'\"`“”‘’«»", ".,;:!?'\"`“”‘’«»…"
+_NEGATIVE = re.compile(r"(?<![\w)\].,:/–-])[-−]\d[\d.,]*")
+_MEASURE = re.compile(r"\d ?([a-zA-Z]{1,4}(?:/[a-zA-Z]+)?)(?!\w)")
+_WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
+# "MBps" and "Mbps", "mW" and "MW": longer words are written with capitals as people like it.
+_MAX_UNIT = 4
+_LITTLE = frozenset(("us", "it", "who", "may"))  # and the US, IT, the WHO, May
+# Both, or one of them: what a list asks for.
+_JOINS = {
+    "en": ({"and"}, {"or"}),
+    "de": ({"und"}, {"oder"}),
+    "es": ({"y", "e"}, {"o", "u"}),
+    "fr": ({"et"}, {"ou"}),
+}
+# Of these languages an article says which of two words it is: "la tour", "le tour"; "el capital", "la capital".
+_GENDERS = {
+    "fr": {"le": "m", "un": "m", "du": "m", "au": "m", "la": "f", "une": "f"},
+    "es": {"el": "m", "un": "m", "del": "m", "al": "m", "la": "f", "una": "f"},
+    # By case and number it may be of several: "in der Stadt", "die Städte".
+    "de": {"der": "mfp", "die": "fp", "das": "n", "dem": "mn", "den": "mp", "des": "mn", "ein": "mn", "eine": "f"},
+}
+# One's own, and others': what is asked of oneself is not asked of them.
+_OWN = {"en": {"my", "me", "mine", "our", "us", "myself"}, "de": {"mein", "meine", "meinen", "meinem", "mich", "mir"}}
+_OTHERS = {
+    "en": {"his", "her", "hers", "him", "their", "them", "himself", "herself"},
+    "de": {"sie", "ihn", "ihm", "ihr", "ihre", "ihren", "ihrem", "sein", "seine", "seinen", "seinem"},
+}
+# "Who would win" is not "who won"; "I would like to know", "would you", "what would be" say no more than others.
+_WOULD = re.compile(r"\bwould(?:n't| not)?(?! (?:you|i|we|it|that|like|love|be|anyone|anybody|someone|somebody)\b)")
+_POLITE_WOULD = re.compile(r"\b(?:i|you|we)(?:'d| would)\b")
+
+
+class Writing(NamedTuple):
+    """One text as it is written; `code` are its pieces of code and its negative numbers, sorted."""
+
+    code: tuple[str, ...]
+    measures: tuple[str, ...]  # what stands behind numbers, such as "MB/s"
+    words: tuple[str, ...]
+    lowered: frozenset[str]
+    # Words with a capital within a sentence, by their lower case; none where capitals say nothing.
+    capitals: frozenset[str]
+    minds_capitals: bool  # the writer begins with one, and does not begin most words with one
+
+
+def _strip(chunk: str) -> str:
+    """Without the punctuation around it, if there is anything else."""
+    bare = chunk.lstrip(_BEFORE).rstrip(_AFTER)
+    return bare if any(letter.isalnum() for letter in bare) else chunk.lstrip(_BEFORE)
+
+
+@functools.lru_cache(maxsize=4096)
+def look_at(text: str) -> Writing:
+    code = [_strip(chunk) for chunk in text.split() if _CODE.search(_strip(chunk))]
+    words = tuple(_WORD.findall(text))
+    inner = [word for word in words[1:] if word != "I"]
+    num_capitals = sum(word[0].isupper() for word in inner)
+    are_told_apart = bool(inner) and num_capitals * 2 <= len(inner) and words[0][0].isupper()
+    within = re.findall(r"(?<![.?!:]\s)(?<=\s)[A-ZÀ-Þ][\w']*", text) if are_told_apart else []
+    return Writing(
+        tuple(sorted([*code, *_NEGATIVE.findall(text)])),
+        tuple(_MEASURE.findall(text)),
+        words,
+        frozenset(word for word in words if word.islower()),
+        frozenset(word.lower() for word in within),
+        are_told_apart,
+    )
+
+
+def rejecting_writing(cached: str, asked: str, language: str) -> str | None:
+    """The guard that will not have the two texts share an answer for how they are written, or None."""
+    one, other = look_at(cached), look_at(asked)
+    if one.code != other.code:
+        return "identifier"
+    if _differ_in_units(one, other):
+        return "identifier"
+    if language == "en" and (_differ_in_names(one, other) or _differ_in_names(other, one)):
+        return "name"
+    if language in _JOINS and _differ_in_joins(one, other, language):
+        return "scope"
+    if language in _GENDERS and _differ_in_gender(one, other, language):
+        return "name"
+    if language in _OWN and (_differ_in_owner(one, other, language) or _differ_in_owner(other, one, language)):
+        return "roles"
+    if language == "en" and bool(_says_would(cached)) != bool(_says_would(asked)):
+        return "modality"
+    return None
+
+
+def _differ_in_units(one: Writing, other: Writing) -> bool:
+    if one.minds_capitals and other.minds_capitals:
+        measures = {measure.lower(): measure for measure in other.measures}
+        if any(measures.get(measure.lower(), measure) != measure for measure in one.measures):
+            return True
+    theirs = {word.lower(): word for word in other.words if _may_be_unit(word)}
+    return any(theirs.get(word.lower(), word)[1:] != word[1:] for word in one.words if _may_be_unit(word))
+
+
+def _may_be_unit(word: str) -> bool:
+    return 2 <= len(word) <= _MAX_UNIT and not word.islower()
+
+
+def _differ_in_names(named: Writing, plain: Writing) -> bool:
+    """ "how do I get Polish shoes", "how do I polish shoes": both writers mind their capitals."""
+    if not plain.minds_capitals:
+        return False
+    lexicon = load_lexicon("en")
+    return any(
+        word in plain.lowered
+        and word not in plain.capitals
+        and word not in named.lowered
+        and (word in _LITTLE or any(lexicon.word(base).usage in ("verb", "common") for base in lexicon.bases(word)))
+        for word in named.capitals - {"i"}
+    )
+
+
+def _differ_in_joins(one: Writing, other: Writing, language: str) -> bool:
+    both, either = _JOINS[language]
+
+    def said(writing: Writing) -> tuple[bool, bool]:
+        return not both.isdisjoint(writing.lowered), not either.isdisjoint(writing.lowered)
+
+    return {said(one), said(other)} == {(True, False), (False, True)}
+
+
+def _differ_in_gender(one: Writing, other: Writing, language: str) -> bool:
+    mine, theirs = _genders(one, language), _genders(other, language)
+    return any(set(theirs.get(noun, genders)).isdisjoint(genders) for noun, genders in mine.items())
+
+
+def _genders(writing: Writing, language: str) -> dict[str, str]:
+    articles = _GENDERS[language]
+    lowered = [word.lower() for word in writing.words]
+    return {noun: articles[article] for article, noun in pairwise(lowered) if article in articles}
+
+
+def _differ_in_owner(one: Writing, other: Writing, language: str) -> bool:
+    own, others = _OWN[language], _OTHERS[language]
+    return (
+        not own.isdisjoint(one.lowered)
+        and others.isdisjoint(one.lowered)
+        and own.isdisjoint(other.lowered)
+        and not others.isdisjoint(other.lowered)
+    )
+
+
+def _says_would(text: str) -> bool:
+    return _WOULD.search(_POLITE_WOULD.sub("", text.lower())) is not None
