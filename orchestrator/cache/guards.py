@@ -106,7 +106,9 @@ def compare(cached: Reading, asked: Reading) -> str | None:
     lexicon = load_lexicon(cached.language)
     if not _same_kind(cached, asked):
         return "kind"
-    if cached.tenses and asked.tenses and not cached.tenses & asked.tenses and "past" in cached.tenses | asked.tenses:
+    # "How will I know" asks no more than "how do I know".
+    tenses = cached.tenses | asked.tenses
+    if cached.tenses and asked.tenses and not cached.tenses & asked.tenses and tenses != {"present", "future"}:
         return "tense"
     if not cached.tokens or not asked.tokens:
         return "words" if cached.tokens or asked.tokens else None

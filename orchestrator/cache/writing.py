@@ -93,6 +93,8 @@ def rejecting_writing(cached: str, asked: str, language: str) -> str | None:
         return "identifier"
     if language == "en" and (_differ_in_names(one, other) or _differ_in_names(other, one)):
         return "name"
+    if language == "de" and (_differ_in_nouns(one, other) or _differ_in_nouns(other, one)):
+        return "name"
     if language in _JOINS and _differ_in_joins(one, other, language):
         return "scope"
     if language in _GENDERS and _differ_in_gender(one, other, language):
@@ -129,6 +131,11 @@ def _differ_in_names(named: Writing, plain: Writing) -> bool:
         and (word in _LITTLE or any(lexicon.word(base).usage in ("verb", "common") for base in lexicon.bases(word)))
         for word in named.capitals - {"i"}
     )
+
+
+def _differ_in_nouns(one: Writing, other: Writing) -> bool:
+    """ "Das Wort Weise", "das Wort weise": where nouns have capitals on both sides."""
+    return bool(other.capitals) and not (one.capitals - one.lowered).isdisjoint(other.lowered - other.capitals)
 
 
 def _differ_in_joins(one: Writing, other: Writing, language: str) -> bool:

@@ -45,6 +45,7 @@ class _File(Row):
     conjunctions: str = ""
     past: str = ""
     present: str = ""
+    perfect: str = ""
     future: str = ""
     months: str = ""
     numbers: str = ""
@@ -163,7 +164,12 @@ def load_lexicon(language: str) -> Lexicon:
     words, irregular, phrasal = _read_english() if language == "en" else ({}, {}, {})
     tenses = {
         word: tense
-        for tense, listed in (("past", file.past), ("present", file.present), ("future", file.future))
+        for tense, listed in (
+            ("past", file.past),
+            ("present", file.present),
+            ("perfect", file.perfect),
+            ("future", file.future),
+        )
         for word in listed.split()
     }
     return _with_groups(
