@@ -72,7 +72,7 @@ def test_what_is_written_otherwise_is_asked_otherwise(cached: str, asked: str, g
         ("Who was Albert Einstein?", "who was albert einstein"),
         ("How Do I Reset My Password?", "How do I reset my password?"),
         ("How do I convert 5 km to miles?", "how do i convert 5 KM to miles"),
-        ("How do you say \"good morning\" in Spanish?", "how do you say good morning in spanish"),
+        ('How do you say "good morning" in Spanish?', "how do you say good morning in spanish"),
         ("Would anyone be able to tell me how I pay?", "How do I pay?"),
         ("What is the capital of France?", "what's the capital of France"),
         ("¿Cómo reservo un hotel en Málaga?", "como reservo un hotel en malaga"),
