@@ -69,6 +69,10 @@ class Key(Row):
     keep_text: bool = False
     hold_flagged: bool = False
 
+    @property
+    def has_limits(self) -> bool:
+        return (self.requests_per_minute, self.tokens_per_minute, self.usd_per_day) != (None, None, None)
+
 
 # Everybody, where there are no keys; only who reaches loopback is somebody then.
 EVERYBODY = Key(id="default", digest="0" * 64, tenant="default", may_read_metrics=True, may_order_cache=True)
