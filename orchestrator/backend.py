@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 
 from orchestrator import contracts
 from orchestrator.answer import Answer, Output
-from orchestrator.cloud.generation import CloudClient, CloudGeneration
+from orchestrator.cloud.generation import CloudClient, CloudGeneration, Overrun
 from orchestrator.config import Tiers
 from orchestrator.errors import (
     ApiError,
@@ -111,10 +112,11 @@ class Way:
     """To the engines and APIs themselves."""
 
     def __init__(self, engines: EngineClient, cloud: CloudClient | None, tokenizers: dict[str, ChatTokenizer]) -> None:
-        """`tokenizers` by the name of the tier."""
+        """`tokenizers` by the name of the tier. `overruns`: see `CloudGeneration`."""
         self._engines = engines
         self._cloud = cloud
         self.tokenizers = tokenizers
+        self.overruns: Counter[tuple[str, Overrun]] = Counter()
 
     async def generate(self, answer: Answer, flight: Output, passage: Passage) -> None:
         tier = answer.tier
@@ -122,7 +124,7 @@ class Way:
             engines = TimedEngines(self._engines, tier, passage)
             await Generation(flight, answer, self.tokenizers[tier.name], engines).run()
         elif self._cloud is not None:
-            await CloudGeneration(flight, answer, self._cloud).run()
+            await CloudGeneration(flight, answer, self._cloud, self.overruns).run()
         else:
             raise InternalError(f"tier {tier.name!r} is a cloud tier, but there is no client for it")
 

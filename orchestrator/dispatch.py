@@ -12,6 +12,7 @@ import hashlib
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from orchestrator.answer import Answer, Output
 from orchestrator.backend import Backend, Way, judge, may_go_elsewhere, out
 from orchestrator.cache.stage import Embed
 from orchestrator.cache.store import Vector
-from orchestrator.cloud.generation import BYTES_PER_TOKEN, CloudClient, build_body
+from orchestrator.cloud.generation import BYTES_PER_TOKEN, CloudClient, Overrun, build_body, limit_choice
 from orchestrator.compression import compress
 from orchestrator.config import Tier, Tiers
 from orchestrator.errors import ApiError, CloudRefusalError, InvalidRequestError
@@ -128,6 +129,11 @@ class Dispatch:
         """By engine model or, for a cloud tier, by its name."""
         return {name: backend.breaker.state for name, backend in self._backends.items()}
 
+    @property
+    def overruns(self) -> Counter[tuple[str, Overrun]]:
+        """What the APIs of cloud tiers were not believed, by tier and kind."""
+        return self._way.overruns
+
     # --- before it is decided ---
 
     async def size(self, job: Job) -> list[Sized]:
@@ -150,7 +156,7 @@ class Dispatch:
 
     async def _size(self, job: Job, tier: Tier) -> Sized:
         request = job.request
-        num_answer = request.output_limit or tier.generation.max_output_tokens
+        num_answer = limit_choice(request, tier)
         if tier.cloud is not None:
             build_body(request, tier)
             return Sized(tier, max(1, job.num_bytes // BYTES_PER_TOKEN), num_answer, None)

@@ -25,7 +25,7 @@ from orchestrator.cache.policy import may_be_kept
 from orchestrator.cache.stage import AnswerCache, Embed, Hit, Query
 from orchestrator.cache.stored import StoredAnswer, join_pieces
 from orchestrator.call import Call
-from orchestrator.cloud.generation import CloudClient
+from orchestrator.cloud.generation import CloudClient, max_prompt_tokens
 from orchestrator.config import Tier, Tiers, split_model, with_adapter
 from orchestrator.dispatch import Classify, Dispatch, Job, Sized, digest_folder
 from orchestrator.errors import (
@@ -364,8 +364,8 @@ def most_of(job: Job, sized: Sequence[Sized]) -> list[Amount]:
     """The most that the request may take of all tiers, then without the dearest, and so on to the cheapest alone."""
     amounts: list[Amount] = []
     for tier, num_prompt, num_answer, input_ids in sized:
-        if input_ids is None:  # an API has a tokenizer of its own; no token is shorter than a byte
-            num_prompt = min(job.num_bytes, tier.context_window)
+        if input_ids is None:
+            num_prompt = max_prompt_tokens(job.num_bytes, tier)
         else:
             num_answer = min(num_answer, tier.context_window - num_prompt)
         num_answer *= job.request.num_choices

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_cloud import FakeCloud, Reply, answer, delta, fake_cloud
+from fake_cloud import DONE, FakeCloud, Reply, answer, delta, fake_cloud, usage
 from in_process import RecordingSink
 from test_limits_pipeline import exact_cache
 from tokenizers import Tokenizer
@@ -807,6 +807,35 @@ def test_an_api_that_fails_before_its_first_token(
     assert found["attempts"] == num_asked + 1 and "usage_estimated" not in found
     assert found["reason"].startswith("expert failed before its first token (")
     assert world.dispatch.breaker_states()["expert"] == state
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply([*(delta(f"w{number} ") for number in range(100)), delta(finish="stop"), usage(11, 100), DONE]),
+        Reply([delta("word " * 6000), delta(finish="stop"), usage(11, 6000), DONE]),
+        Reply([delta("Hi"), delta(finish="stop"), usage(200_000, 200_000), DONE]),
+        Reply([delta("word " * 6000, finish="stop"), usage(10**9, 10**9), DONE], end="cut"),
+    ],
+)
+def test_an_api_that_heeds_no_limit_passes_no_quota(make_world: MakeWorld, cloud: FakeCloud, reply: Reply) -> None:
+    cloud.reply = reply
+    tier = cloud_tier(cloud.url)
+
+    async def work() -> tuple[Amount, int, dict[str, Any], Counter[tuple[str, Any]]]:
+        client = HttpCloudClient([tier], {})
+        world = make_world([TWO[0], tier], cloud=client)
+        num_bytes = len(world.call("hard", "cares", model="expert", max_tokens=5)[0].body)
+        most = num_bytes + 5
+        world.add("cares", tokens_per_minute=most, usd_per_day=most * 10 / 1e6)  # just what it may take
+        found = rt(await world.ask("hard", "cares", model="expert", max_tokens=5))
+        await client.close()
+        return await world.used("cares"), most, found, world.dispatch.overruns
+
+    used, most, found, overruns = asyncio.run(work())
+    assert used.requests == 1 and used.tokens <= most and used.nano_usd <= most * 10_000
+    assert found["tokens"] <= 5 and used.nano_usd == round(found["cost_usd"] * 1e9)
+    assert sum(overruns.values()) == 1 and {name for name, _ in overruns} == {"expert"}
 
 
 def test_an_api_that_dies_after_its_first_token(make_world: MakeWorld, cloud: FakeCloud) -> None:
