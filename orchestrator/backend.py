@@ -23,7 +23,7 @@ from orchestrator.errors import (
     TierUnavailableError,
 )
 from orchestrator.generation import EngineClient, Generation
-from orchestrator.limits.queue import Class, Pace, Queue
+from orchestrator.limits.queue import Class, Pace, Queue, check_in_time
 from orchestrator.routing.breaker import Breaker, Passage, Verdict
 from orchestrator.streaming.tokenizer import ChatTokenizer
 from orchestrator.timeouts import TimedEngines
@@ -71,12 +71,13 @@ class Backend:
         self._num_live += 1
         flight.enter("queue")
         try:
+            max_tokens = answer.request.output_limit or answer.tier.generation.max_output_tokens
             if self.queue is None:
+                if ends_at_s is not None:
+                    check_in_time(ends_at_s - time.monotonic(), 0.0, self.pace.predict_s(max_tokens))
                 await self._pass(answer, flight, way)
                 return
-            ticket = self.queue.enter(
-                priority, ends_at_s, answer.request.output_limit or answer.tier.generation.max_output_tokens
-            )
+            ticket = self.queue.enter(priority, ends_at_s, max_tokens)
             try:
                 flight.on_cancel(ticket.give_up)
                 await ticket.wait()

@@ -838,6 +838,26 @@ def test_an_api_that_heeds_no_limit_passes_no_quota(make_world: MakeWorld, cloud
     assert sum(overruns.values()) == 1 and {name for name, _ in overruns} == {"expert"}
 
 
+def test_an_api_known_to_be_too_slow_is_not_asked(make_world: MakeWorld, cloud: FakeCloud) -> None:
+    cloud.reply = Reply([0.2, *answer("from", " afar")])
+    tier = cloud_tier(cloud.url)
+
+    async def work() -> tuple[ApiError, dict[str, Any], dict[str, Any]]:
+        client = HttpCloudClient([tier], {})
+        world = make_world([TWO[0], tier], cloud=client)
+        await world.ask("hard", model="expert")
+        pinned = error_of(await world.ask("hard", model="expert", **{"x-deadline-ms": "100"}))
+        patient = rt(await world.ask("hard", model="expert", **{"x-deadline-ms": "5000"}))
+        elsewhere = rt(await world.ask("hard", **{"x-deadline-ms": "100"}))
+        await client.close()
+        return pinned, patient, elsewhere
+
+    pinned, patient, elsewhere = asyncio.run(work())
+    assert isinstance(pinned, OverloadedError) and pinned.status == 503
+    assert "the deadline cannot be met" in pinned.message and pinned.headers == {"retry-after": "1"}
+    assert (patient["tier"], elsewhere["tier"], len(cloud.got)) == ("expert", "simple", 2)
+
+
 def test_an_api_that_dies_after_its_first_token(make_world: MakeWorld, cloud: FakeCloud) -> None:
     """Case S20."""
     cloud.reply = Reply([delta("a"), delta("b"), delta("c")], end="cut")
