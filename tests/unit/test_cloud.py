@@ -18,7 +18,7 @@ from serving import wait_for
 
 from orchestrator.call import Call
 from orchestrator.cloud import create_cloud_client
-from orchestrator.cloud.client import HttpCloudClient
+from orchestrator.cloud.client import HttpCloudClient, read_retry_after
 from orchestrator.cloud.events import parse_event
 from orchestrator.cloud.generation import estimate_tokens
 from orchestrator.config import ConfigError, Tier, Tiers
@@ -187,11 +187,9 @@ def test_an_answer_that_ends_at_its_limit_is_whole(cloud: FakeCloud, caplog: pyt
     cloud.reply = Reply(answer(*words, finish="length"))
     sink = run(cloud, max_tokens=5)
     assert (sink.text, sink.finish_reasons, sink.events[-1]["rt"]["tokens"]) == ("".join(words), ["length"], 5)
-    cloud.reply = Reply(
-        [delta(" internationalisation and what follows it"), delta(finish="length"), usage(11, 1), DONE]
-    )
-    sink = run(cloud, max_tokens=1)  # long tokens, several in a delta
-    assert sink.text == " internationalisation and what follows it" and not cloud_overruns(caplog)
+    long = " internationalisation and what follows it"  # long tokens, several in a delta
+    cloud.reply = Reply([delta(long), delta(finish="length"), usage(11, 1), DONE])
+    assert run(cloud, max_tokens=1).text == long and not cloud_overruns(caplog)
 
 
 def test_of_several_choices_each_has_the_limit(cloud: FakeCloud) -> None:
@@ -429,6 +427,25 @@ def test_a_status(cloud: FakeCloud, status: str, error_type: type[ApiError], mes
     assert sink.events == []
     # What may pass is tried once more.
     assert len(cloud.got) == 1 + (status[0] == "5")
+
+
+def test_when_to_come_again_is_the_apis_to_say(cloud: FakeCloud) -> None:
+    for headers, after in ((["retry-after: 7"], "7"), (["retry-after: 86400"], "3600"), ([], "1")):
+        cloud.reply = Reply([b"{}"], "429 Slow", "application/json", headers)
+        error, _ = failure(cloud)
+        assert (error.status, error.headers) == (503, {"retry-after": after})
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *(("0", 1), ("7", 7), ("0.4", 1), ("2.5", 3), ("-5", 1), ("999999999999", 3600), ("inf", 3600), ("nan", 1)),
+        *(("", 1), ("soon", 1), ("1" * 500, 3600), ("٣", 3), ("Thu, 01 Jan 1970 00:01:30 GMT", 30)),
+        *(("Thu, 01 Jan 1970 00:00:30 GMT", 1), ("Fri, 31 Dec 9999 23:59:59 GMT", 3600), ("Mon, 99 Foo 0000", 1)),
+    ],
+)
+def test_a_retry_after_of_any_kind(text: str, seconds: int) -> None:
+    assert read_retry_after(text, now_s=60.0) == seconds
 
 
 @pytest.mark.parametrize(
