@@ -226,6 +226,15 @@ _BY_CODE: dict[str, type[ApiError]] = {
 }
 
 
+def is_our_fault(code: str) -> bool:
+    """Whether what ended a request with `code` was an engine's, an API's or our own failing; "ok" is none.
+
+    A deadline is the caller's, and so is that he wanted a stored answer and nothing else.
+    """
+    error = _BY_CODE.get(code)
+    return error is not None and error.status >= 500 and error not in (DeadlineError, NotCachedError)
+
+
 # Triton puts these before what it says, and before what a step of an ensemble says. The ids are ours, and open things.
 _PREFIXES = re.compile(r"^(\[request id: [^\]]*\] |in ensemble '[^']*', )+")
 

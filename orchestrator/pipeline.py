@@ -36,6 +36,7 @@ from orchestrator.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     NotCachedError,
+    is_our_fault,
     shorten,
 )
 from orchestrator.flight import Flight, Flights
@@ -345,19 +346,19 @@ def measure(ride: Ride) -> Amount:
 
     A stored answer, or one that another caller pays for, is one request without tokens. Who pays, pays for the prompt
     and what was generated, also if he left or his deadline passed; but for no prompt if the generation failed before
-    anything came of it. What no engine began takes nothing.
+    anything came of it. What fails by the engine's fault, or ours, is no request. What no engine began takes nothing.
     """
     flight = ride.flight
     answer = None if flight is None else flight.answer
     if flight is None or answer is None or not answer.usage.prompt_tokens:
         return Amount()
-    usage = answer.usage
+    usage, num_requests = answer.usage, int(not is_our_fault(ride.outcome))
     if flight.hit is not None or flight.payer is not ride.output:
-        return Amount(1)
+        return Amount(num_requests)
     if not usage.completion_tokens and (ride.outcome not in _PAID or answer.has_failed):
-        return Amount(1)
+        return Amount(num_requests)
     cost = price_of(answer.tier).nano_usd(usage.prompt_tokens, usage.completion_tokens)
-    return Amount(1, usage.prompt_tokens + usage.completion_tokens, cost)
+    return Amount(num_requests, usage.prompt_tokens + usage.completion_tokens, cost)
 
 
 def most_of(job: Job, sized: Sequence[Sized]) -> list[Amount]:

@@ -36,6 +36,7 @@ from orchestrator.limits.deadline import parse_deadline
 from orchestrator.limits.gate import Gate
 from orchestrator.limits.keys import Keyring, digest_of
 from orchestrator.limits.ledger import Amount, MemoryLedger, Quota, Standing
+from orchestrator.limits.redis_ledger import RedisLedger
 from orchestrator.pipeline import Pipeline
 
 
@@ -217,8 +218,45 @@ def test_one_that_failed_pays_for_nothing_it_did_not_get(world: World) -> None:
         return found
 
     nothing, something = asyncio.run(work())
-    assert nothing == Amount(1, 0, 0)
-    assert something.tokens > 2
+    assert nothing == Amount()
+    assert something.requests == 0 and something.tokens > 2
+
+
+@pytest.mark.parametrize("store", ["memory", "redis"])
+def test_the_engines_failing_uses_up_no_requests(world: World, request: pytest.FixtureRequest, store: str) -> None:
+    name = f"fails-{store}"
+    world.add(name, requests_per_minute=2, tokens_per_minute=5000, usd_per_day=1.0)
+
+    async def work() -> list[ApiError | None]:
+        if store == "redis":
+            world.ledger = world.gate._ledger = RedisLedger(request.getfixturevalue("redis_url"))  # type: ignore[assignment]
+        errors = [(await world.run(name, {"fail_after": 0}, max_tokens=5)).error for _ in range(4)]
+        assert await world.used(name) == Amount()
+        # What the caller does wrong is a request, however late it is found.
+        world.engines.refusal = "guided_decoding_guide: not this"
+        refused = await world.run(name, {"text": "a"}, max_tokens=5, guided_regex="a")
+        assert isinstance(refused.error, InvalidRequestError) and (await world.used(name)).requests == 1
+        world.engines.refusal = None
+        errors += [(await world.run(name, {"text": "a"}, max_tokens=5)).error for _ in range(2)]
+        await world.ledger.close()
+        return errors
+
+    *failed, good, over = asyncio.run(work())
+    assert all(isinstance(error, EngineError) for error in failed)
+    assert good is None and isinstance(over, RateLimitError)
+
+
+def test_who_shares_a_failing_answer_has_asked_for_nothing(make_world: MakeWorld) -> None:
+    world = make_world(exact_cache())
+    world.add("shares", requests_per_minute=5)
+
+    async def work() -> Amount:
+        script = {"text": "a b c", "first_token_ms": 30, "fail_after": 0}
+        sinks = await asyncio.gather(*(world.run("shares", script, temperature=0) for _ in range(3)))
+        assert all(isinstance(sink.error, EngineError) for sink in sinks)
+        return await world.used("shares")
+
+    assert asyncio.run(work()) == Amount()
 
 
 def test_one_that_never_reached_an_engine_takes_nothing(world: World) -> None:
