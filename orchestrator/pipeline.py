@@ -155,7 +155,7 @@ class Pipeline:
             call.request_id = None
         self._gate.count(error)
         call.sink.fail(error)
-        self._note(ride, time.monotonic())
+        self._note(ride, time.monotonic(), Amount())
 
     async def finish(self) -> None:
         """Until what goes on after a call's last event is done too."""
@@ -304,9 +304,9 @@ class Pipeline:
             await ride.permit.settle(used)
         if key is not None and ride.flight is not None and ride.flight.answer is not None:
             self.spending.count(key.tenant, ride.flight.answer, used)
-        self._note(ride, ended_s)
+        self._note(ride, ended_s, used)
 
-    def _note(self, ride: Ride, ended_s: float) -> None:
+    def _note(self, ride: Ride, ended_s: float, used: Amount) -> None:
         """Metrics, the log line, and the trace: once for each request."""
         if not self._is_instrumented:
             return
@@ -317,6 +317,8 @@ class Pipeline:
         facts: dict[str, Any] = {}
         if output is not None:
             facts = output.facts()
+            if facts:
+                facts["cost_usd"] = used.nano_usd / 1e9  # also of one that was left, or failed after tokens
             line |= facts
             if ride.outcome == "ok" and facts and key is not None:
                 self.latencies.observe(facts, key.priority)

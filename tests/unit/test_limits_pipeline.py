@@ -100,6 +100,10 @@ class World:
         return Amount(*(standing.used(kind) for kind in "rtm"))
 
 
+def request_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [line for line in map(json.loads, caplog.messages) if line["event"] == "request"]
+
+
 MakeWorld = Callable[..., World]
 
 
@@ -421,8 +425,9 @@ def test_an_answer_is_paid_once_and_a_stored_one_is_a_request_without_tokens(sha
     assert stored == together._replace(requests=3)
 
 
-def test_who_hears_the_end_pays_for_who_left(sharing_world: World) -> None:
+def test_who_hears_the_end_pays_for_who_left(sharing_world: World, caplog: pytest.LogCaptureFixture) -> None:
     world = sharing_world
+    caplog.set_level(logging.INFO, "orchestrator.requests")
 
     async def run() -> tuple[Amount, Amount, RecordingSink]:
         for name in ("leaver", "stayer"):
@@ -441,6 +446,38 @@ def test_who_hears_the_end_pays_for_who_left(sharing_world: World) -> None:
     assert sink.text == SLOW["text"] and len(world.engines.requests) == 1
     assert leaver == Amount(1)
     assert stayer.tokens > len(world.engines.requests[0].input_ids)
+    # What he is told, and what is logged, is what he pays.
+    told = sink.events[-1]["rt"]
+    assert told["shared"] and round(told["cost_usd"] * 1e9) == stayer.nano_usd > 0
+    costs = {line["key"]: line["cost_usd"] for line in request_lines(caplog)}
+    assert costs == {"leaver": 0.0, "stayer": told["cost_usd"]}
+
+
+def test_one_payer_is_told_of_the_cost_and_who_shares_of_none(
+    sharing_world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = sharing_world
+    caplog.set_level(logging.INFO, "orchestrator.requests")
+
+    async def run() -> list[RecordingSink]:
+        return list(await asyncio.gather(*(world.run("everything", SLOW, temperature=0) for _ in range(3))))
+
+    told = [sink.events[-1]["rt"]["cost_usd"] for sink in asyncio.run(run())]
+    assert sum(cost > 0 for cost in told) == 1
+    assert sorted(line["cost_usd"] for line in request_lines(caplog)) == sorted(told)
+
+
+@pytest.mark.parametrize(
+    ("script", "num_paid"), [({"fail_after": 0}, 0), ({"text": "a b c d", "fail_after": 2}, 1), ({"text": "a"}, 1)]
+)
+def test_the_log_has_the_cost_that_somebody_was_charged(
+    world: World, caplog: pytest.LogCaptureFixture, script: dict[str, Any], num_paid: int
+) -> None:
+    caplog.set_level(logging.INFO, "orchestrator.requests")
+    asyncio.run(world.run("everything", script, max_tokens=50))
+    (line,) = request_lines(caplog)
+    charged = sum(world.pipeline.spending.nano_usd.values())
+    assert round(line["cost_usd"] * 1e9) == charged and bool(charged) == num_paid
 
 
 def test_a_deadline_ends_one_callers_wait_alone(sharing_world: World) -> None:
