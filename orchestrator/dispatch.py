@@ -25,7 +25,7 @@ from orchestrator.cache.store import Vector
 from orchestrator.cloud.generation import BYTES_PER_TOKEN, CloudClient, Overrun, build_body, limit_choice
 from orchestrator.compression import compress
 from orchestrator.config import Tier, Tiers
-from orchestrator.errors import ApiError, CloudRefusalError, InvalidRequestError
+from orchestrator.errors import ApiError, CloudRefusalError, ContextWindowError, InvalidRequestError, NoToolParserError
 from orchestrator.generation import EngineClient, build_engine_request, check_tools, tokenize
 from orchestrator.limits.keys import Priority
 from orchestrator.limits.queue import CLASSES, Queue
@@ -35,7 +35,7 @@ from orchestrator.routing.breaker import State
 from orchestrator.routing.complexity import Complexity
 from orchestrator.routing.conversation import Turn
 from orchestrator.routing.counts import RoutingCounts
-from orchestrator.routing.policy import Candidate, Decision, decide, levels
+from orchestrator.routing.policy import Candidate, Decision, Lack, Unfit, decide, levels
 from orchestrator.streaming.tokenizer import ChatTokenizer
 
 log = logging.getLogger("orchestrator.routing")
@@ -65,7 +65,7 @@ class Job:
 
     `is_auto`: the tiers are to choose from, the caller named none. `is_limited`: his quotas have left dearer ones out.
     `vector` is the question's, if the cache has made it. `lifted_from` is the tier that would have answered, were its
-    answers not in doubt.
+    answers not in doubt. `unfit` are the tiers that cannot do what is asked.
     """
 
     request: Request
@@ -79,6 +79,7 @@ class Job:
     prompts: dict[ChatTokenizer, list[int]] = field(default_factory=dict)
     vector: Vector | None = None
     lifted_from: str | None = None
+    unfit: list[Unfit] = field(default_factory=list)
 
     def leave_out(self, num_dearest: int) -> None:
         """The quotas do not pay for the last of `sized`."""
@@ -149,6 +150,7 @@ class Dispatch:
                     sized.append(await self._size(job, tier))
                 except InvalidRequestError as error:
                     errors.append((tier.context_window, error))
+                    job.unfit.append(Unfit(tier.name, self._levels[tier.name], len(sized), lack_of(error), error.param))
             if not sized:
                 raise max(errors, key=lambda each: each[0])[1]
             job.sized = sized
@@ -209,7 +211,7 @@ class Dispatch:
         flight.enter("route")
         sized = await self.size(job)
         complexity = None if judging is None else await self._await_judgement(job, sized, judging)
-        decision = self._decide(job, sized, complexity)
+        decision = self._decide(job, sized, complexity, is_asked=judging is not None)
         if decision.lifted_from is not None:
             job.lifted_from = sized[decision.lifted_from].tier.name
         if not decision.order:
@@ -284,7 +286,7 @@ class Dispatch:
         self.counts.saved[sized.tier.name] += answer.num_saved_tokens
         return answer
 
-    def _decide(self, job: Job, sized: Sequence[Sized], complexity: Complexity | None) -> Decision:
+    def _decide(self, job: Job, sized: Sequence[Sized], complexity: Complexity | None, *, is_asked: bool) -> Decision:
         candidates = []
         for tier, num_prompt, num_answer, _ in sized:
             backend = self._backends[tier.backend]
@@ -308,6 +310,8 @@ class Dispatch:
             left_s=job.left_s,
             mode="pinned" if not job.is_auto else "unclassified" if self._classify is None else "auto",
             is_limited=job.is_limited,
+            is_asked=is_asked,
+            unfit=job.unfit,
         )
 
     def _may_retry(self, job: Job, tier: Tier, error: ApiError) -> bool:
@@ -329,6 +333,13 @@ async def pause(flight: Output) -> None:
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(left.wait(), RETRY_DELAY_S * random.uniform(0.5, 1.5))
     flight.on_cancel(None)
+
+
+def lack_of(error: InvalidRequestError) -> Lack:
+    """What a tier lacks that refuses a request so."""
+    if isinstance(error, ContextWindowError):
+        return "window"
+    return "tools" if isinstance(error, NoToolParserError) else "unable"
 
 
 def read_turns(request: Request) -> list[Turn]:

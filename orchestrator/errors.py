@@ -2,6 +2,8 @@
 
     ApiError
     ├── InvalidRequestError      400  the caller: fix the field named in `param`
+    │   ├── ContextWindowError        prompt and answer are more than the tier's window
+    │   └── NoToolParserError         its model takes no tools
     ├── UnauthorizedError        401  the caller: send a valid key
     ├── NotAllowedError          403  the caller: ask for what the key allows
     ├── ModelNotFoundError       404  the caller: ask for a model that exists
@@ -80,6 +82,14 @@ class InvalidRequestError(ApiError):
     status = 400
     type = "invalid_request_error"
     code = "invalid_value"
+
+
+class ContextWindowError(InvalidRequestError):
+    pass
+
+
+class NoToolParserError(InvalidRequestError):
+    pass
 
 
 class UnauthorizedError(ApiError):

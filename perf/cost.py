@@ -243,7 +243,8 @@ def _table(served: Sequence[Served], tiers: Sequence[Tier], result: dict[str, An
     if result["quality_usd"]:
         quality = f"the quality monitor asked again for {result['quality_usd']:.6f} USD, which is spent too\n"
     if result["failed_requests"]:
-        failed = f"{result['failed_requests']} failed, not counted; {result['failed_requests_usd']:.6f} USD charged for what came of them\n"
+        usd = f"{result['failed_requests_usd']:.6f} USD"
+        failed = f"{result['failed_requests']} failed, not counted; {usd} charged for what came of them\n"
     return (
         f"{table}\n\n{quality}{failed}all at {result['expert']}: {result['all_expert_usd']:.6f} USD; "
         f"saved {result['saving']:.1%}, by routing alone {result['saving_by_routing']:.1%}\n"

@@ -39,7 +39,7 @@ class RoutingMetrics:
         ):
             for tier, count in list(counted.items()):
                 family.tell(count, tier=tier)
-        for (tier, kind), count in list(dispatch.overruns.items()):
-            self._overruns.tell(count, tier=tier, kind=kind)
+        for (tier, what), count in list(dispatch.overruns.items()):
+            self._overruns.tell(count, tier=tier, kind=what)
         for name, state in dispatch.breaker_states().items():
             self._breakers.tell(STATES[state], model=name)

@@ -278,6 +278,7 @@ def test_raw_prompts_are_judged_too_and_token_ids_go_up(world: World) -> None:
     assert world.run("easy", raw=True)["tier"] == "simple"
     sink = asyncio.run(world.ask(raw=True, prompt=[5, 6, 7]))
     assert (rt(sink)["tier"], len(world.classifier.asked)) == ("expert", 1)
+    assert rt(sink)["reason"] == "there is nothing that the classifier reads; so the most capable tier"
 
 
 @pytest.mark.parametrize(("text", "delay_s"), [("easy", 5.0), ("fail", 0.0)])
@@ -309,7 +310,8 @@ def test_a_stored_answer_is_judged_by_nobody_and_says_no_reason(make_world: Make
 def test_a_tier_that_cannot_do_it_is_no_choice(make_world: MakeWorld) -> None:
     world = make_world([TWO[0], make_tier("expert", "large", tool_parser="hermes")])
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert world.run("easy", tools=tools)["tier"] == "expert"
+    found = world.run("easy", tools=tools)
+    assert (found["tier"], found["reason"]) == ("expert", "no other can: simple has no tool parser")
     assert world.failure("easy", tools=tools, model="simple").param == "tools"
     many = make_world([make_tier("simple", "small", context_window=512), TWO[1]])
     assert many.run("easy", min_tokens=60, max_tokens=70)["tier"] == "simple"
@@ -335,6 +337,20 @@ def test_a_long_prompt_goes_up_before_anybody_is_asked(make_world: MakeWorld, ke
     world.add("counted", tokens_per_minute=100_000, usd_per_day=100.0)
     found = world.run(LONG, key, **fields)
     assert (found["tier"], set(world.engines.asked)) == ("expert", {"large"})
+    room = "has no room for prompt and answer"
+    assert found["reason"] == f"no other can: simple {room}, medium {room}"
+    assert world.dispatch.counts.routed == {("expert", "window"): 1}
+
+
+@pytest.mark.parametrize("key", ["everything", "counted"])
+def test_the_reason_names_the_window_of_the_tier_that_would_have_done(make_world: MakeWorld, key: str) -> None:
+    world = make_world([NARROW[0], make_tier("medium", "small", context_window=900), NARROW[2]])
+    world.add("counted", tokens_per_minute=100_000, usd_per_day=100.0)
+    found = world.run("easy", key, max_tokens=500)
+    assert (found["tier"], found["reason"]) == (
+        "medium",
+        "likely to suffice (0.96); simple is cheaper, but has no room for prompt and answer",
+    )
 
 
 def test_the_answer_needs_room_too(make_world: MakeWorld) -> None:
