@@ -43,6 +43,8 @@ class Backend:
         limits, rules = tiers.limits, tiers.routing
         self.name = name
         self.breaker = Breaker(rules.failures_to_open, rules.open_s)
+        # What nobody waits for neither probes for those who wait nor fails them.
+        self._aside_breaker = Breaker(rules.failures_to_open, rules.open_s)
         self.queue: Queue | None = None
         if any(tier.backend == name and tier.cloud is None for tier in tiers.tier):
             num = limits.max_batch_waiting
@@ -75,22 +77,26 @@ class Backend:
             if self.queue is None:
                 if ends_at_s is not None:
                     check_in_time(ends_at_s - time.monotonic(), 0.0, self.pace.predict_s(max_tokens))
-                await self._pass(answer, flight, way)
+                await self._pass(answer, flight, way, priority)
                 return
             ticket = self.queue.enter(priority, ends_at_s, max_tokens)
             try:
                 flight.on_cancel(ticket.give_up)
                 await ticket.wait()
                 flight.raise_if_cancelled()
-                await self._pass(answer, flight, way)
+                await self._pass(answer, flight, way, priority)
             finally:
                 ticket.leave()
         finally:
             self._num_live -= 1
 
-    async def _pass(self, answer: Answer, flight: Output, way: Way) -> None:
+    async def _pass(self, answer: Answer, flight: Output, way: Way, priority: Class) -> None:
         """Past the breaker, which hears how it ended before the next in the queue has its turn."""
-        passage = self.breaker.enter()
+        passage = None
+        if priority != "aside":
+            passage = self.breaker.enter()
+        elif self.breaker.state == "closed":
+            passage = self._aside_breaker.enter()
         if passage is None:
             raise out(self, answer.tier.name)
         flight.enter("prefill")

@@ -55,6 +55,7 @@ class Flight(Waited):
         self.pieces: list[tuple[Choice, Piece | None]] = []  # None: the choice ends
         self.answer: Answer | None = None
         self.gaps = TokenGaps()  # of what is generated
+        self.is_timed = False  # the deadline of whoever it is made for may refuse it
         self.payer: CallerOutput | None = None  # who pays for it: of those who heard its end, the first
         self._callers: dict[CallerOutput, asyncio.Future[None]] = {}
         self._num_sent = 0  # of `pieces`, to all callers

@@ -36,6 +36,7 @@ from orchestrator.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     NotCachedError,
+    OverloadedError,
     is_our_fault,
     shorten,
 )
@@ -110,7 +111,7 @@ class Pipeline:
             ride.key = key = self._gate.identify(call)
             request = parse_request(call.body)
             tiers = self._find_tiers(request, key)
-            output = ride.output = CallerOutput(call, request)
+            ride.output = CallerOutput(call, request)
             query = self._read_query(call, request, key, tiers)
             deadline = find_deadline(call, key)
             ends_at_s = None if deadline is None else deadline.ends_at_s
@@ -123,9 +124,8 @@ class Pipeline:
                 if query is not None and self._cache is not None:
                     call.stages.enter("lookup")
                     hit = await self._cache.find_exact(query)
-                ride.flight = flight = self._board(ride, job, query, hit)
-                await flight.listen(output)
-            if self._cache is not None and query is not None and flight.hit is not None:
+                flight = await self._fly(ride, job, query, hit)
+            if self._cache is not None and query is not None and (flight.hit or ride.output.cache.is_shared):
                 self._cache.remember(call.id or "", query, flight.hit)
         except ApiError as error:
             ride.outcome = error.code
@@ -228,13 +228,28 @@ class Pipeline:
             raise NotCachedError(f"{HEADER}: only-if-cached, but a request like this one is not cached")
         return query
 
+    async def _fly(self, ride: Ride, job: Job, query: Query | None, hit: Hit | None) -> Flight:
+        """The whole answer to `ride.output`, and the flight that brought it."""
+        assert ride.output is not None
+        while True:
+            ride.flight = flight = self._board(ride, job, query, hit)
+            try:
+                await flight.listen(ride.output)
+            except (OverloadedError, DeadlineError):
+                # What the deadline of the first has refused is no fault of those who came with him.
+                if flight.answer is None and flight.is_timed and ride.output.cache.is_shared:
+                    ride.call.raise_if_cancelled()
+                    continue
+                raise
+            return flight
+
     def _board(self, ride: Ride, job: Job, query: Query | None, hit: Hit | None) -> Flight:
         """The flight that brings the answer; it is another caller's if one who asks the same is on his way."""
         assert ride.output is not None
         if hit is not None:
             return self._flights.start(None, partial(self._replay, ride, job.request, hit))
         make = partial(self._make, ride, job, query)
-        if query is None:
+        if query is None or job.is_limited:  # by this key's quotas, to what others would not get
             return self._flights.start(None, make, keeps_pieces=False)
         must_hold = ride.key is not None and ride.key.hold_flagged
         name = None if query.control.no_cache else (query.identity.exact_key, query.control, must_hold)
@@ -242,7 +257,10 @@ class Pipeline:
         if flight is not None:
             ride.call.stages.enter("share")
         ride.output.cache = CacheFacts("miss") if flight is None else CacheFacts("exact", 1.0, 0.0, is_shared=True)
-        return flight or self._flights.start(name, make)
+        if flight is None:
+            flight = self._flights.start(name, make)
+            flight.is_timed = job.ends_at_s is not None
+        return flight
 
     async def _make(self, ride: Ride, job: Job, query: Query | None, flight: Flight) -> None:
         """What nobody has at hand: another question's answer, or a new one."""
@@ -263,7 +281,7 @@ class Pipeline:
         if await self.afterwards.is_flagged(output, answer, ride.call, ride.key):
             return
         self.afterwards.sample(answer, ride.call, ride.key, query, job.lifted_from)
-        if query is not None and self._cache is not None and may_be_kept(answer.choices):
+        if query is not None and self._cache is not None and not job.is_limited and may_be_kept(answer.choices):
             await self._cache.keep(query, store_answer(answer, flight.pieces))
 
     async def _replay(self, ride: Ride, request: Request, hit: Hit, flight: Flight) -> None:

@@ -9,6 +9,7 @@ finds no like is a miss, also where two people would have said that it does not 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
@@ -76,6 +77,8 @@ def rejecting_guard(cached: str, asked: str) -> str | None:
     ):
         return "language"
     language = one.language if one.certain else other.language
+    if not (one.certain or other.certain) and not (_is_english(cached) and _is_english(asked)):
+        return "language"
     if guard := rejecting_writing(cached, asked, language):
         return guard
     if language != "zh":
@@ -83,6 +86,14 @@ def rejecting_guard(cached: str, asked: str) -> str | None:
         asked = mend(asked, cached, lexicon)
         cached = mend(cached, asked, lexicon)  # of what is mended: else two unknown words change places
     return compare(read(cached, language), read(asked, language))
+
+
+def _is_english(text: str) -> bool:
+    """Whether at least half of the words are: nothing else says that a few words are of no other language."""
+    lexicon = load_lexicon("en")
+    found = [word.lower() for word in re.findall(r"[^\W\d_]+", text)]
+    known = [lexicon.word(base).usage != "unknown" for word in found for base in [min(lexicon.bases(word), key=len)]]
+    return not found or sum(known) * 2 >= len(known)
 
 
 def prepare(asked: str) -> None:
@@ -217,8 +228,8 @@ def matches(one: Token, other: Token, lexicon: Lexicon, fold: bool) -> bool:
 
 # By which a finite verb says when, though its stem is the same.
 _ENDINGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "es": {"past": ("ó", "aron", "ieron"), "future": ("ará", "erá", "irá", "arán", "erán", "irán")},
-    "fr": {"future": ("era", "ira", "eront", "iront")},
+    "es": {"past": ("ó", "aron", "ieron", "aba", "aban"), "future": ("ará", "erá", "irá", "arán", "erán", "irán")},
+    "fr": {"past": ("ait", "aient"), "future": ("era", "ira", "eront", "iront")},
 }
 
 

@@ -28,6 +28,7 @@ _COMMON = {
 _VOTES = {language: frozenset(words.split()) for language, words in _COMMON.items()}
 _WORD = re.compile(r"[^\W\d_]+")
 _LETTERS = {"es": "¿¡ñáíóú", "de": "äöüß", "fr": "çàâêîôûèëïœù"}
+_OTHERS = frozenset("ąćęłńśźżčďěňřšťůžőűășțãõåøæđğışþð")  # of languages that the guards cannot read
 
 
 class Guess(NamedTuple):
@@ -47,6 +48,8 @@ def guess_language(text: str) -> Guess:
     if num_han and num_han * 3 >= len(letters) - num_han:
         return Guess("zh", True)
     if sum(letter > "\u024f" for letter in letters) * 2 > len(letters):
+        return Guess(None, True)
+    if any(letter in _OTHERS for letter in text.lower()):
         return Guess(None, True)
     words = _WORD.findall(text.lower())
     votes = {language: float(sum(word in own for word in words)) for language, own in _VOTES.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -29,8 +29,10 @@ LANGUAGES = ("en", "de", "es", "fr", "zh")
 EMBED_TIMEOUT_S = 0.2
 # When the embedder has got the question, and this process has nothing to do until its vector comes.
 PREPARE_AFTER_S = 0.001
-# Of how many hits the operator can say that they were wrong.
-MAX_REMEMBERED_HITS = 1000
+# Of how many answers the operator can say that they were wrong.
+MAX_REMEMBERED_ANSWERS = 1000
+# While an answer is made. After more of them it is not stored.
+MAX_REMEMBERED_INVALIDATIONS = 100
 
 # The unit vector of a question, or None when it is longer than the embedder's window, or the embedder failed.
 Embed = Callable[[str], Coroutine[Any, Any, Vector | None]]
@@ -51,11 +53,15 @@ class Counts(Protocol):
 
 @dataclass
 class Query:
-    """One request as the cache sees it. `vector` is its question's, once begun, for whoever else needs it."""
+    """One request as the cache sees it. `vector` is its question's, once begun, for whoever else needs it.
+
+    `num_invalidations` is how many there had been when it came.
+    """
 
     identity: Identity
     control: CacheControl
     may_be_near: bool
+    num_invalidations: int = 0
     vector: asyncio.Task[Vector | None] | None = None
 
     def found_vector(self) -> Vector | None:
@@ -90,14 +96,17 @@ class AnswerCache:
         if policy.semantic:
             for language in LANGUAGES:
                 load_lexicon(language)
-        self._hits: OrderedDict[str, tuple[Identity, Entry]] = OrderedDict()  # by the answer's id
+        self._answers: OrderedDict[str, tuple[Identity, Entry | None]] = OrderedDict()  # by id
+        self._invalidations: deque[tuple[int, Selection]] = deque(maxlen=MAX_REMEMBERED_INVALIDATIONS)
+        self._num_invalidations = 0
 
     def read(self, request: Request, origin: Origin, control: CacheControl) -> Query | None:
         """The request as the cache sees it; None if it bypasses the cache."""
         if control.no_store or not isinstance(request, ChatRequest) or not is_cacheable(request, self._policy):
             return None
         identity = identify(request, origin)
-        return Query(identity, control, may_be_near(request, identity.question, self._policy))
+        may_be = may_be_near(request, identity.question, self._policy)
+        return Query(identity, control, may_be, self._num_invalidations)
 
     async def find_exact(self, query: Query) -> Hit | None:
         if query.control.no_cache:
@@ -131,12 +140,14 @@ class AnswerCache:
             return None
 
     async def keep(self, query: Query, answer: StoredAnswer) -> None:
-        """Store what the caller of this knows to be whole."""
+        """Store what the caller of this knows to be whole, unless it was invalidated while it was made."""
         vector = None
         if query.may_be_near:
             vector = await (query.vector or self._embed(query.identity.question or ""))
         now_s = self._lookup.clock()
         entry = Entry(query.identity, answer.to_json(), answer.model, vector, now_s, now_s + self._policy.ttl_s)
+        if self._was_invalidated(query, entry):
+            return
         try:
             await self._lookup.store.put(entry)
         except Exception:
@@ -149,22 +160,37 @@ class AnswerCache:
         except Exception:
             self._note_store_error()
 
-    def remember(self, answer_id: str, query: Query, hit: Hit) -> None:
-        """So that the operator can name it."""
-        self._hits[answer_id] = (query.identity, hit.entry)
-        while len(self._hits) > MAX_REMEMBERED_HITS:
-            self._hits.popitem(last=False)
+    def remember(self, answer_id: str, query: Query, hit: Hit | None) -> None:
+        """So that the operator can name it; without a hit it is what is stored of the query now."""
+        self._answers[answer_id] = (query.identity, None if hit is None else hit.entry)
+        while len(self._answers) > MAX_REMEMBERED_ANSWERS:
+            self._answers.popitem(last=False)
 
     async def mark_wrong(self, answer_id: str) -> bool:
-        """Evict what was served under `answer_id`, and block the pair; False for an id that is not remembered."""
-        remembered = self._hits.pop(answer_id, None)
-        if remembered is None:
+        """Evict what was served under `answer_id`, and block the pair; False for an id that is not remembered.
+
+        Raises `StoreError` when the store fails: the id is remembered then.
+        """
+        if answer_id not in self._answers:
             return False
-        await self._lookup.store.mark_wrong(*remembered)
+        identity, entry = self._answers[answer_id]
+        entry = entry or await self._lookup.store.get(identity)
+        if entry is not None:
+            await self._lookup.store.mark_wrong(identity, entry)
+        self._answers.pop(answer_id, None)
         return True
 
     async def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated:
+        if not dry_run:
+            self._num_invalidations += 1
+            self._invalidations.append((self._num_invalidations, selection))
         return await self._lookup.store.invalidate(selection, dry_run=dry_run)
+
+    def _was_invalidated(self, query: Query, entry: Entry) -> bool:
+        if self._num_invalidations - query.num_invalidations > MAX_REMEMBERED_INVALIDATIONS:
+            return True
+        since = [selection for number, selection in self._invalidations if number > query.num_invalidations]
+        return any(selection.has(entry, self._lookup.clock()) for selection in since)
 
     def _read_outcome(self, query: Query, outcome: Outcome) -> Hit | None:
         entry, max_age_s = outcome.entry, query.control.max_age_s

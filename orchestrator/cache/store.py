@@ -6,6 +6,7 @@ Its methods await nothing; not for several threads.
 
 from __future__ import annotations
 
+import unicodedata
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,10 @@ class Entry:
         return len(self.answer) + 4 * len(question) + 2 * vector_bytes + _ENTRY_OVERHEAD_BYTES
 
 
+# 100,000 entries take some 10 ms.
+SWEEP_PERIOD_S = 60.0
+
+
 class Near(NamedTuple):
     """A stored question near the one that was asked."""
 
@@ -71,7 +76,7 @@ class Selection:
     tenant: str | None = None
     model: str | None = None
     older_than_s: float | None = None
-    text: str | None = None  # part of the question, whatever its case
+    text: str | None = None  # part of the question, whatever its case, after NFC
     everything: bool = False
 
     def __post_init__(self) -> None:
@@ -84,8 +89,12 @@ class Selection:
             (self.tenant is None or entry.identity.tenant == self.tenant)
             and (self.model is None or entry.model == self.model)
             and (self.older_than_s is None or now_s - entry.stored_s > self.older_than_s)
-            and (self.text is None or self.text.lower() in (entry.identity.question or "").lower())
+            and (self.text is None or _comparable(self.text) in _comparable(entry.identity.question or ""))
         )
+
+
+def _comparable(text: str) -> str:
+    return unicodedata.normalize("NFC", text).lower()
 
 
 class StoreError(Exception):
@@ -133,6 +142,7 @@ class MemoryStore:
     _entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
     _partitions: dict[str, VectorIndex] = field(default_factory=dict)
     _blocked: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
+    _swept_s: float = 0.0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -145,8 +155,11 @@ class MemoryStore:
         index = self._partitions.get(identity.partition)
         if index is None:
             return []
-        near = [Near(self._entries[key], similarity) for key, similarity in index.nearest(vector, num)]
-        return [each for each in near if self._if_live(each.entry) is not None]
+        while True:
+            near = [Near(self._entries[key], similarity) for key, similarity in index.nearest(vector, num)]
+            live = [each for each in near if self._if_live(each.entry) is not None]
+            if len(live) == len(near):  # else those behind the expired ones have not been seen
+                return live
 
     async def put(self, entry: Entry) -> None:
         """Store it in place of an entry of the same key; one that is larger than `max_bytes` is not stored."""
@@ -187,10 +200,20 @@ class MemoryStore:
         return Invalidated(len(chosen), sum(entry.num_bytes for entry in chosen))
 
     async def size(self) -> Size:
+        self._sweep()
         return Size(len(self._entries), self.num_bytes)
 
     async def close(self) -> None:
         pass
+
+    def _sweep(self) -> None:
+        """Remove what has expired and nobody has asked for since; now and then, for it looks at all."""
+        now_s = self.clock()
+        if now_s < self._swept_s + SWEEP_PERIOD_S:
+            return
+        self._swept_s = now_s
+        for entry in list(self._entries.values()):
+            self._if_live(entry)
 
     def _if_live(self, entry: Entry) -> Entry | None:
         if self.clock() < entry.expires_s:

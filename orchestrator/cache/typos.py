@@ -108,7 +108,8 @@ def mend(text: str, other: str, lexicon: Lexicon) -> str:
             continue
         near = [each for each in theirs if is_typo(word, each, lexicon)]
         if doubt == "slip":
-            near = [each for each in near if _is_slip(wrong, each)]
+            # "jon" is no slip of "john"
+            near = [each for each in near if _is_slip(wrong, each) and lexicon.word(each).usage != "name"]
         elif not near and lexicon.language == "en":
             near = [each for each in _ASKING if is_typo(word, each, lexicon)]
         if near:

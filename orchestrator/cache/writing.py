@@ -1,4 +1,4 @@
-"""What of two questions' writing has to be the same, though their words are: signs, code, capitals, articles.
+"""What of two questions' writing has to be the same, though their words are: signs, code, quotations, capitals.
 
 It is looked at before anything is put into lower case or mended. A rule here may cost a hit, and never makes one.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import unicodedata
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +17,22 @@ from orchestrator.cache.lexicon import load_lexicon
 _CODE = re.compile(
     r"[\[\]{}=<>|\\^~²³&*+]|\w\(|(?<!\w)[/%#!.-]{2,}|^\.$|(?<!\w)![\w(]|^!|\$(?!\d)|(?<=\w)::?(?=\w)|\.\w+\("
 )
+_AROUND = ' .?"“”„«»`'
 _BEFORE, _AFTER = "¿¡'\"`“”‘’«»", ".,;:!?'\"`“”‘’«»…"
+_QUOTED = re.compile(r"\"[^\"]*\"|“[^”]*”|«[^»]*»|„[^“”]*[“”]|`[^`]*`")
+# What stands behind such an order's colon is what it is done to.
+_ORDER = re.compile(
+    r"^(?:\w+ )?(?:translate|correct|spell|fix|rewrite|rephrase|reverse|proofread|check|make|write|count|classify)\b"
+    r"[^:]*: (.+)",
+    re.IGNORECASE | re.DOTALL,
+)
+# A question about a word itself.
+_ABOUT_WORDS = re.compile(
+    r"\b(?:spell(?:ed|ing|t)?|plurals?|singular|syllables?|rhymes?|uppercase|lowercase|grammatical(?:ly)?|palindrome)\b"
+    r"|\bhow many (?:letters|words|vowels|\w's|\w are in)\b",
+    re.IGNORECASE,
+)
+_FACE = re.compile(r"[:;=8][-']?[()\[\]/|DPpOo*]")
 _NEGATIVE = re.compile(r"(?<![\w)\].,:/–-])[-−]\d[\d.,]*")
 _MEASURE = re.compile(r"\d ?([a-zA-Z]{1,4}(?:/[a-zA-Z]+)?)(?!\w)")
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
@@ -38,10 +54,23 @@ _GENDERS = {
     "de": {"der": "mfp", "die": "fp", "das": "n", "dem": "mn", "den": "mp", "des": "mn", "ein": "mn", "eine": "f"},
 }
 # One's own, and others': what is asked of oneself is not asked of them.
-_OWN = {"en": {"my", "me", "mine", "our", "us", "myself"}, "de": {"mein", "meine", "meinen", "meinem", "mich", "mir"}}
+_OWN = {
+    "en": {"my", "me", "mine", "our", "us", "myself"},
+    "de": {"mein", "meine", "meinen", "meinem", "mich", "mir"},
+    "es": {"mi", "mis", "me"},
+    "fr": {"mon", "ma", "mes"},
+}
 _OTHERS = {
     "en": {"his", "her", "hers", "him", "their", "them", "himself", "herself"},
     "de": {"sie", "ihn", "ihm", "ihr", "ihre", "ihren", "ihrem", "sein", "seine", "seinen", "seinem"},
+    "es": {"su", "sus"},
+    "fr": {"son", "sa", "ses", "leur", "leurs"},
+}
+# "Más fuerte", "el más fuerte"; and who does it to whom in German.
+_EXACT = {
+    "es": re.compile(r"\b(?:el|la|los|las) (?:más|menos|mejor|mejores|peor|peores)\b"),
+    "fr": re.compile(r"\b(?:le|la|les) (?:plus|moins|meilleure?s?|pires?)\b"),
+    "de": re.compile(r"\b(?:wer|wen|wem|wessen)\b"),
 }
 # "Who would win" is not "who won"; "I would like to know", "would you", "what would be" say no more than others.
 _WOULD = re.compile(r"\bwould(?:n't| not)?(?! (?:you|i|we|it|that|like|love|be|anyone|anybody|someone|somebody)\b)")
@@ -49,15 +78,23 @@ _POLITE_WOULD = re.compile(r"\b(?:i|you|we)(?:'d| would)\b")
 
 
 class Writing(NamedTuple):
-    """One text as it is written; `code` are its pieces of code and its negative numbers, sorted."""
+    """One text as it is written; `code` are its pieces of code, negative numbers and signs, sorted."""
 
     code: tuple[str, ...]
+    quoted: tuple[str, ...]
+    object: tuple[str, ...]  # what an order, or a question about words, is about
     measures: tuple[str, ...]  # what stands behind numbers, such as "MB/s"
     words: tuple[str, ...]
     lowered: frozenset[str]
     # Words with a capital within a sentence, by their lower case; none where capitals say nothing.
     capitals: frozenset[str]
     minds_capitals: bool  # the writer begins with one, and does not begin most words with one
+
+
+def _signs(text: str) -> list[str]:
+    """Pictures, arrows, signs of mathematics; and faces of punctuation."""
+    signs = [letter for letter in text if ord(letter) > 127 and unicodedata.category(letter) in ("So", "Sm")]
+    return signs + [chunk for chunk in text.split() if _FACE.fullmatch(chunk)]
 
 
 def _strip(chunk: str) -> str:
@@ -75,7 +112,9 @@ def look_at(text: str) -> Writing:
     are_told_apart = bool(inner) and num_capitals * 2 <= len(inner) and words[0][0].isupper()
     within = re.findall(r"(?<![.?!:]\s)(?<=\s)[A-ZÀ-Þ][\w']*", text) if are_told_apart else []
     return Writing(
-        tuple(sorted([*code, *_NEGATIVE.findall(text)])),
+        tuple(sorted([*code, *_NEGATIVE.findall(text), *_signs(text)])),
+        tuple(_QUOTED.findall(text)),
+        (*_ORDER.findall(text), *([text] if _ABOUT_WORDS.search(text) else [])),
         tuple(_MEASURE.findall(text)),
         words,
         frozenset(word for word in words if word.islower()),
@@ -89,6 +128,8 @@ def rejecting_writing(cached: str, asked: str, language: str) -> str | None:
     one, other = look_at(cached), look_at(asked)
     if one.code != other.code:
         return "identifier"
+    if _differ_where_both(one.quoted, other.quoted) or _differ_where_both(one.object, other.object):
+        return "words"
     if _differ_in_units(one, other):
         return "identifier"
     if language == "en" and (_differ_in_names(one, other) or _differ_in_names(other, one)):
@@ -99,11 +140,19 @@ def rejecting_writing(cached: str, asked: str, language: str) -> str | None:
         return "scope"
     if language in _GENDERS and _differ_in_gender(one, other, language):
         return "name"
+    if language in _EXACT and _find(_EXACT[language], cached) != _find(_EXACT[language], asked):
+        return "roles" if language == "de" else "superlative"
     if language in _OWN and (_differ_in_owner(one, other, language) or _differ_in_owner(other, one, language)):
         return "roles"
     if language == "en" and bool(_says_would(cached)) != bool(_says_would(asked)):
         return "modality"
     return None
+
+
+def _differ_where_both(texts: tuple[str, ...], others: tuple[str, ...]) -> bool:
+    """Where one side does without, its words have to do."""
+    mine, theirs = ({text.strip(_AROUND) for text in each} for each in (texts, others))
+    return bool(mine and theirs) and mine != theirs
 
 
 def _differ_in_units(one: Writing, other: Writing) -> bool:
@@ -156,6 +205,10 @@ def _genders(writing: Writing, language: str) -> dict[str, str]:
     articles = _GENDERS[language]
     lowered = [word.lower() for word in writing.words]
     return {noun: articles[article] for article, noun in pairwise(lowered) if article in articles}
+
+
+def _find(pattern: re.Pattern[str], text: str) -> list[str]:
+    return sorted(pattern.findall(text.lower()))
 
 
 def _differ_in_owner(one: Writing, other: Writing, language: str) -> bool:

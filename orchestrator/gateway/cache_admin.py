@@ -1,4 +1,4 @@
-"""`/v1/rt/cache/...`: the operator's orders to the cache. For whoever sits at this machine, while there are no keys."""
+"""`/v1/rt/cache/...`: the operator's orders to the cache. For whoever sits at this machine, and has a key that may."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from orchestrator.contracts import CACHE_OPERATION_PARAMETER
 from orchestrator.errors import ApiError, EngineError
 from orchestrator.gateway.errors import NotLocalError
-from orchestrator.gateway.messages import ClientLeft, read_json_body, send_error, send_json
+from orchestrator.gateway.messages import ClientLeft, forwarded_headers, read_json_body, send_error, send_json
 from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.replicas import Replica
 
@@ -32,6 +32,7 @@ class CacheOperation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             _check_local(scope)
+            await self._triton.check("cache", forwarded_headers(scope))
             body = await read_json_body(scope, receive)
             answer = await (self._mark_wrong(body) if self._operation == "wrong" else self._invalidate(body))
         except ClientLeft:

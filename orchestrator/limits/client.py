@@ -95,7 +95,7 @@ class LimitsClient:
         self.with_keys = with_keys
 
     async def check(self, right: str, headers: Headers) -> None:
-        """Whether the caller of `headers` may see "models" or "metrics", or use a model."""
+        """Whether the caller of `headers` may see "models" or "metrics", order the "cache", or use a model."""
         if self.with_keys:
             await self._ask("check", {"right": right}, headers)
 

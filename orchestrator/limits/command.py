@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--priority", choices=("interactive", "batch"), default="interactive", help="default %(default)s")
     add.add_argument("--deadline-ms", type=int, metavar="N", help="for requests without x-deadline-ms; default: none")
     add.add_argument("--metrics", action="store_true", help="it may read /metrics")
+    add.add_argument("--cache", action="store_true", help="it may invalidate what the cache has, of all tenants")
     add.add_argument(
         "--allow-cloud-sampling", action="store_true", help="sampled questions may go to a cloud tier, to judge answers"
     )
@@ -77,6 +78,7 @@ def _add(options: argparse.Namespace) -> None:
             "priority": options.priority,
             "deadline_ms": options.deadline_ms,
             "may_read_metrics": options.metrics,
+            "may_order_cache": options.cache,
             "allow_cloud_sampling": options.allow_cloud_sampling,
             "keep_text": options.keep_text,
             "hold_flagged": options.hold_flagged,
@@ -133,6 +135,7 @@ def _rights(key: Key) -> list[str]:
     """What the key allows or wants beyond answers, by the flags of `add`."""
     given = {
         "metrics": key.may_read_metrics,
+        "cache": key.may_order_cache,
         "allow-cloud-sampling": key.allow_cloud_sampling,
         "keep-text": key.keep_text,
         "hold-flagged": key.hold_flagged,

@@ -56,9 +56,10 @@ class Key(Row):
     `digest` is the key's SHA-256 in hexadecimal. `tiers` are names of tiers, and "embedding", "ocr", "stt", "tts"; None
     allows all.
     `deadline_ms` counts from a request's arrival, for requests that set none. `may_read_metrics` opens `/metrics`,
-    which shows all tenants' numbers. `allow_cloud_sampling` lets the quality monitor ask a cloud tier what another tier
-    has answered, `keep_text` lets it keep what was answered poorly, for the classifier's training. With `hold_flagged`
-    an answer comes sentence by sentence, each after the safety filter has seen it.
+    which shows all tenants' numbers, `may_order_cache` the orders to the cache, which reach all tenants' entries.
+    `allow_cloud_sampling` lets the quality monitor ask a cloud tier what another tier has answered, `keep_text` lets it
+    keep what was answered poorly, for the classifier's training. With `hold_flagged` an answer comes sentence by
+    sentence, each after the safety filter has seen it.
     """
 
     id: Name
@@ -71,13 +72,18 @@ class Key(Row):
     priority: Priority = "interactive"
     deadline_ms: Annotated[int, Field(gt=0, le=MAX_DEADLINE_MS)] | None = None
     may_read_metrics: bool = False
+    may_order_cache: bool = False
     allow_cloud_sampling: bool = False
     keep_text: bool = False
     hold_flagged: bool = False
 
+    @property
+    def has_limits(self) -> bool:
+        return (self.requests_per_minute, self.tokens_per_minute, self.usd_per_day) != (None, None, None)
+
 
 # Everybody, where there are no keys; only who reaches loopback is somebody then.
-EVERYBODY = Key(id="default", digest="0" * 64, tenant="default", may_read_metrics=True)
+EVERYBODY = Key(id="default", digest="0" * 64, tenant="default", may_read_metrics=True, may_order_cache=True)
 
 
 class KeyFile(Row):

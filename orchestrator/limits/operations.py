@@ -4,7 +4,7 @@ Embeddings, images and sound go past the orchestrator, from the gateway and the 
 `/v1/models` and `/metrics` go nowhere. These ask here, with the caller's headers, in the place of OpenAI's JSON. The
 queues before those models are here because all gateways and fronts have them in common.
 
-* ``check``    ``{"right": "models" | "metrics" | a model}``           → ``{}``
+* ``check``    ``{"right": "models" | "metrics" | "cache" | a model}``           → ``{}``
 * ``admit``    ``{"model": "embedding", "lengths": [the most tokens of each input]}``, or ``{"model": "ocr"}``, which
   takes no tokens → when it is the request's turn, ``{"reservation": "…", "deadline": [ms, seconds left] | null}``; and
   when that is settled, ``{}``. Who cancels in between, or vanishes, gives the place up, and what was reserved stays as
@@ -52,7 +52,7 @@ Model = Literal["embedding", "ocr", "stt", "tts"]
 
 
 class Check(Row):
-    right: Literal["models", "metrics"] | Model
+    right: Literal["models", "metrics", "cache"] | Model
 
 
 class Admit(Row):
@@ -126,7 +126,9 @@ class Operations:
         key = self._gate.identify(call)
         if right == "metrics" and not key.may_read_metrics:
             raise NotAllowedError("this key may not read /metrics; fix: `keys add --metrics` makes one that may")
-        if right not in ("models", "metrics") and not may_use(key, right):
+        if right == "cache" and not key.may_order_cache:
+            raise NotAllowedError("this key may not order the cache; fix: `keys add --cache` makes one that may")
+        if right not in ("models", "metrics", "cache") and not may_use(key, right):
             raise not_allowed(key, right)
         return key
 

@@ -80,6 +80,17 @@ class ServeOptions:
                 f"fix: set {REDIS_VARIABLE} to a Redis 8 that they share (redis://127.0.0.1:6379/0), or --replicas 1"
             )
 
+    def check_reload(self, environ: Mapping[str, str]) -> None:
+        """Raises `StartError` when the Triton that takes over would count quotas anew."""
+        if self.keys is None or environ.get(REDIS_VARIABLE):
+            return
+        limited = [key.id for key in read_keys(self.keys).keys if key.has_limits]
+        if limited:
+            raise StartError(
+                f"reload with quotas and budgets ({limited[0]} has some): what was used is counted in the Triton that "
+                f"goes, and would start at 0\nfix: serve with {REDIS_VARIABLE} set to a Redis 8, where it is kept"
+            )
+
     def check_keys(self) -> None:
         """Raises `StartError` when the keys cannot be used, or when there are none and strangers could call."""
         if self.keys is not None:
@@ -192,6 +203,7 @@ def serve(options: ServeOptions) -> None:
             )
 
             def find_artifact(folder: Path | None) -> Artifact:
+                options.check_reload(os.environ)
                 found = open_artifact(folder or fleet.artifact.root)
                 check_health(found, install, options.backend_directory, replaces=options.num_replicas > 1)
                 try:

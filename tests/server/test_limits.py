@@ -88,6 +88,7 @@ def test_without_a_valid_key(stack: Stack, key: str | None) -> None:
         post(stack, key, messages=script(text="Hi"), stream=True),
         post(stack, key, "/v1/completions", prompt="Hi"),
         embed(stack, key, "Hi"),
+        post(stack, key, "/v1/rt/cache/invalidate", everything=True),
         *(httpx.get(f"{stack.url}{path}", headers=headers) for path in ("/v1/models", "/v1/models/auto", "/metrics")),
     ]
     for answer in answers:
@@ -97,6 +98,14 @@ def test_without_a_valid_key(stack: Stack, key: str | None) -> None:
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
     for path in ("/health", "/ready", "/openapi.json"):
         assert httpx.get(f"{stack.url}{path}").status_code == 200
+
+
+def test_orders_to_the_cache_need_a_key_that_may(stack: Stack, keys: Keys) -> None:
+    order = {"everything": True}
+    refused = post(stack, keys.add("no-orders"), "/v1/rt/cache/invalidate", **order)
+    assert (refused.status_code, "keys add --cache" in refused.json()["error"]["message"]) == (403, True)
+    heard = post(stack, keys.add("orders", "--cache"), "/v1/rt/cache/invalidate", **order)
+    assert "the cache is off here" in heard.json()["error"]["message"]
 
 
 def test_the_official_client_knows_what_it_is_told(stack: Stack, keys: Keys) -> None:

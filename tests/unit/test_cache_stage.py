@@ -25,13 +25,20 @@ from orchestrator.cache.guards import read
 from orchestrator.cache.key import Identity
 from orchestrator.cache.lookup import Lookup
 from orchestrator.cache.operations import operate
-from orchestrator.cache.stage import MAX_REMEMBERED_HITS, AnswerCache
-from orchestrator.cache.store import Entry, MemoryStore
+from orchestrator.cache.stage import MAX_REMEMBERED_ANSWERS, AnswerCache
+from orchestrator.cache.store import Entry, MemoryStore, StoreError
 from orchestrator.cache.stored import MAX_PIECES, StoredAnswer, join_pieces
 from orchestrator.call import Call
 from orchestrator.config import CachePolicy, load_tiers
 from orchestrator.engines.scripted import DEFAULT_TEXT, ScriptedStepper, Settings
-from orchestrator.errors import CancelledError, EngineError, InvalidRequestError, NotCachedError
+from orchestrator.errors import (
+    CancelledError,
+    EngineError,
+    InvalidRequestError,
+    NotCachedError,
+    OverloadedError,
+    StoreUnavailableError,
+)
 from orchestrator.limits.gate import Gate
 from orchestrator.limits.keys import EVERYBODY, Key
 from orchestrator.pipeline import Pipeline
@@ -536,6 +543,28 @@ def test_when_the_last_leaves_the_engine_stops(bench: Bench) -> None:
     assert len(bench.store) == 0
 
 
+def test_the_deadline_of_the_first_is_no_fault_of_those_who_came_with_him(bench: Bench) -> None:
+    bench.ask(script(text="one two three four five six", itl_ms=30))  # so that it is known how long one takes
+    hasty, patient, other = bench.call(SLOW), bench.call(SLOW, stream=True), bench.call(SLOW)
+    hasty[0].parameters = {"x-deadline-ms": "60"}
+    fly(bench, [hasty, patient, other])
+    assert isinstance(hasty[1].error, OverloadedError) and "the deadline cannot be met" in str(hasty[1].error)
+    assert patient[1].text == other[1].text == "one two three four five six seven eight"
+    assert bench.num_generated == 2
+
+
+def test_what_a_keys_quotas_left_is_not_for_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reserve(ride: Any, job: Any) -> None:
+        await Pipeline._reserve(bench.pipeline, ride, job)
+        job.is_limited = True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.pipeline, "_reserve", reserve)
+        fly(bench, [bench.call(SLOW) for _ in range(2)])
+    assert (bench.num_generated, len(bench.store)) == (2, 0)
+    assert kind(bench.ask(SLOW)) == "miss"
+
+
 def test_who_comes_when_the_last_left_starts_anew(bench: Bench) -> None:
     first, second = bench.call(SLOW, stream=True), bench.call(SLOW, stream=True)
 
@@ -656,13 +685,55 @@ def test_an_answer_that_was_no_hit_cannot_be_wrong(bench: Bench) -> None:
             order(bench, "wrong", id=unknown)
 
 
+def test_an_answer_that_was_shared_may_be_wrong(bench: Bench) -> None:
+    calls = [bench.call(SLOW) for _ in range(2)]
+    fly(bench, calls)
+    assert order(bench, "wrong", id=calls[1][1].events[-1]["id"])["evicted"] is True
+    assert len(bench.store) == 0
+
+
+def test_what_the_store_could_not_evict_can_be_named_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any) -> None:
+        raise StoreError("gone")
+
+    bench.ask()
+    answer_id = bench.ask().events[-1]["id"]
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.store, "mark_wrong", fail)
+        with pytest.raises(StoreUnavailableError, match="try again later"):
+            order(bench, "wrong", id=answer_id)
+    assert order(bench, "wrong", id=answer_id)["evicted"] is True
+    assert len(bench.store) == 0
+
+
+@pytest.mark.parametrize(("text", "num_stored"), [("one two", 0), ("something else", 1)])
+def test_what_is_invalidated_while_it_is_made_is_not_stored(bench: Bench, text: str, num_stored: int) -> None:
+    call, sink = bench.call(SLOW, stream=True)
+
+    async def run() -> None:
+        running = asyncio.create_task(bench.pipeline.run(call))
+        while not sink.events:
+            await asyncio.sleep(0.002)
+        await operate(bench.cache, "invalidate", json.dumps({"text": text, "dry_run": False}).encode())
+        await running
+        await bench.pipeline.finish()
+
+    asyncio.run(run())
+    assert (sink.finish_reasons, len(bench.store)) == (["stop"], num_stored)
+
+
+def test_text_is_found_however_it_is_composed(bench: Bench) -> None:
+    bench.ask("Où est le café ?")
+    assert order(bench, "invalidate", text="CAFE\u0301")["num_entries"] == 1
+
+
 def test_hits_are_remembered_within_bounds(bench: Bench) -> None:
     bench.ask()
     ids = [bench.ask().events[-1]["id"] for _ in range(2)]
-    bench.cache._hits.update({str(number): next(iter(bench.cache._hits.values())) for number in range(999)})
+    bench.cache._answers.update({str(number): next(iter(bench.cache._answers.values())) for number in range(999)})
     bench.ask()
-    assert len(bench.cache._hits) == MAX_REMEMBERED_HITS
-    assert ids[0].removeprefix("chatcmpl-") not in bench.cache._hits
+    assert len(bench.cache._answers) == MAX_REMEMBERED_ANSWERS
+    assert ids[0].removeprefix("chatcmpl-") not in bench.cache._answers
 
 
 def test_invalidation_is_a_dry_run_unless_it_is_not(bench: Bench) -> None:

@@ -8,7 +8,7 @@ from cache_stores import MakeStore, run
 
 from orchestrator.cache.index import GRAPH_FROM, VectorIndex
 from orchestrator.cache.key import Identity
-from orchestrator.cache.store import Entry, Invalidated, Selection, Size, Store, Vector
+from orchestrator.cache.store import SWEEP_PERIOD_S, Entry, Invalidated, MemoryStore, Selection, Size, Store, Vector
 
 
 class Clock:
@@ -50,6 +50,25 @@ def test_a_hit_does_not_extend_an_end(make_store: MakeStore) -> None:
         run(store.touch(kept))
     clock.now_s = 2.0
     assert run(store.get(kept.identity)) is None
+    assert run(store.size()) == Size(0, 0)
+
+
+def test_what_has_ended_takes_no_place_of_what_lives_on() -> None:
+    clock = Clock()
+    store = MemoryStore(1 << 20, clock=clock)
+    for number in range(12):
+        run(store.put(entry(f"a{number:02}", ttl_s=2.0)))
+    lives = entry("lives on", ttl_s=100.0)
+    run(store.put(lives))
+    clock.now_s = 3.0
+    assert [each.entry for each in run(store.nearest(lives.identity, unit(1, 3), 8))] == [lives]
+
+
+def test_what_nobody_asks_for_goes_when_it_has_ended() -> None:
+    clock = Clock()
+    store = MemoryStore(1 << 20, clock=clock)
+    run(store.put(entry("a", ttl_s=2.0)))
+    clock.now_s = SWEEP_PERIOD_S
     assert run(store.size()) == Size(0, 0)
 
 

@@ -364,6 +364,16 @@ def test_several_tritons_share_quotas_or_are_refused(tmp_path: Path) -> None:
     ServeOptions(tmp_path, tmp_path, num_replicas=2).check_replicas({})
 
 
+def test_no_reload_may_give_quotas_back(tmp_path: Path) -> None:
+    options = ServeOptions(tmp_path, tmp_path, keys=tmp_path / "keys.json")
+    assert main(["keys", "add", f"--keys={options.keys}", "--tenant=free"]) == 0
+    options.check_reload({})
+    assert main(["keys", "add", f"--keys={options.keys}", "--tenant=acme", "--requests-per-minute=10"]) == 0
+    with pytest.raises(StartError, match=r"acme-1 has some.*\nfix: serve with REDIS_URL set"):
+        options.check_reload({"REDIS_URL": ""})
+    options.check_reload({"REDIS_URL": "redis://127.0.0.1"})
+
+
 # --- the command line --------------------------------------------------------------------------------------
 
 
