@@ -92,12 +92,13 @@ class Output(Protocol):
 class CallerOutput:
     """One caller's events of an answer, written as he asked for them; the answer itself is kept elsewhere.
 
-    `cache` holds for an answer that is not a stored one.
+    `cache` holds for an answer that is not a stored one. `is_payer`, known when it ends: its cost is this caller's.
     """
 
     def __init__(self, call: Call, request: Request) -> None:
         self.call = call
         self.cache = CacheFacts()
+        self.is_payer = False
         self._request = request
         self._answer: Answer | None = None
 
@@ -148,7 +149,7 @@ class CallerOutput:
         """`rt`: what this system says of the answer so far; empty before it began.
 
         Times in ms from the call's arrival; `stages_ms` are the parts of `total_ms`, in order. Cost in US dollars,
-        which is 0 for what was not generated for this caller.
+        which is 0 for a stored answer, for what another caller pays for, and until it is known who does.
         `usage_estimated` is there, and true, only when the counts of tokens are estimates. Of hits there are similarity
         and age; of what was generated the reason for the tier, the number of attempts where it took several,
         and the tokens that compression left out of its prompt.
@@ -184,7 +185,7 @@ class CallerOutput:
             "input_tokens": usage.prompt_tokens,
             "tokens": usage.completion_tokens,
             "tps": None if cache.is_hit else tokens_per_second(usage.completion_tokens, ttft_s, total_s),
-            "cost_usd": 0.0 if cache.is_hit else round(cost, 9),
+            "cost_usd": round(cost, 9) if self.is_payer and answer.cache is None else 0.0,
         }
         if answer.is_estimated:
             rt["usage_estimated"] = True

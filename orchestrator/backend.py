@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 
 from orchestrator import contracts
 from orchestrator.answer import Answer, Output
-from orchestrator.cloud.generation import CloudClient, CloudGeneration
+from orchestrator.cloud.generation import CloudClient, CloudGeneration, Overrun
 from orchestrator.config import Tiers
 from orchestrator.errors import (
     ApiError,
@@ -22,7 +23,7 @@ from orchestrator.errors import (
     TierUnavailableError,
 )
 from orchestrator.generation import EngineClient, Generation
-from orchestrator.limits.queue import Class, Pace, Queue
+from orchestrator.limits.queue import Class, Pace, Queue, check_in_time
 from orchestrator.routing.breaker import Breaker, Passage, Verdict
 from orchestrator.streaming.tokenizer import ChatTokenizer
 from orchestrator.timeouts import TimedEngines
@@ -72,12 +73,13 @@ class Backend:
         self._num_live += 1
         flight.enter("queue")
         try:
+            max_tokens = answer.request.output_limit or answer.tier.generation.max_output_tokens
             if self.queue is None:
+                if ends_at_s is not None:
+                    check_in_time(ends_at_s - time.monotonic(), 0.0, self.pace.predict_s(max_tokens))
                 await self._pass(answer, flight, way, priority)
                 return
-            ticket = self.queue.enter(
-                priority, ends_at_s, answer.request.output_limit or answer.tier.generation.max_output_tokens
-            )
+            ticket = self.queue.enter(priority, ends_at_s, max_tokens)
             try:
                 flight.on_cancel(ticket.give_up)
                 await ticket.wait()
@@ -117,10 +119,11 @@ class Way:
     """To the engines and APIs themselves."""
 
     def __init__(self, engines: EngineClient, cloud: CloudClient | None, tokenizers: dict[str, ChatTokenizer]) -> None:
-        """`tokenizers` by the name of the tier."""
+        """`tokenizers` by the name of the tier. `overruns`: see `CloudGeneration`."""
         self._engines = engines
         self._cloud = cloud
         self.tokenizers = tokenizers
+        self.overruns: Counter[tuple[str, Overrun]] = Counter()
 
     async def generate(self, answer: Answer, flight: Output, passage: Passage) -> None:
         tier = answer.tier
@@ -128,7 +131,7 @@ class Way:
             engines = TimedEngines(self._engines, tier, passage)
             await Generation(flight, answer, self.tokenizers[tier.name], engines).run()
         elif self._cloud is not None:
-            await CloudGeneration(flight, answer, self._cloud).run()
+            await CloudGeneration(flight, answer, self._cloud, self.overruns).run()
         else:
             raise InternalError(f"tier {tier.name!r} is a cloud tier, but there is no client for it")
 

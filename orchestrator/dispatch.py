@@ -12,6 +12,7 @@ import hashlib
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,10 +22,10 @@ from orchestrator.answer import Answer, Output
 from orchestrator.backend import Backend, Way, judge, may_go_elsewhere, out
 from orchestrator.cache.stage import Embed
 from orchestrator.cache.store import Vector
-from orchestrator.cloud.generation import BYTES_PER_TOKEN, CloudClient, build_body
+from orchestrator.cloud.generation import BYTES_PER_TOKEN, CloudClient, Overrun, build_body, limit_choice
 from orchestrator.compression import compress
 from orchestrator.config import Tier, Tiers
-from orchestrator.errors import ApiError, CloudRefusalError, InvalidRequestError
+from orchestrator.errors import ApiError, CloudRefusalError, ContextWindowError, InvalidRequestError, NoToolParserError
 from orchestrator.generation import EngineClient, build_engine_request, check_tools, tokenize
 from orchestrator.limits.keys import Priority
 from orchestrator.limits.queue import CLASSES, Queue
@@ -34,7 +35,7 @@ from orchestrator.routing.breaker import State
 from orchestrator.routing.complexity import Complexity
 from orchestrator.routing.conversation import Turn
 from orchestrator.routing.counts import RoutingCounts
-from orchestrator.routing.policy import Candidate, Decision, decide, levels
+from orchestrator.routing.policy import Candidate, Decision, Lack, Unfit, decide, levels
 from orchestrator.streaming.tokenizer import ChatTokenizer
 
 log = logging.getLogger("orchestrator.routing")
@@ -64,7 +65,7 @@ class Job:
 
     `is_auto`: the tiers are to choose from, the caller named none. `is_limited`: his quotas have left dearer ones out.
     `vector` is the question's, if the cache has made it. `lifted_from` is the tier that would have answered, were its
-    answers not in doubt.
+    answers not in doubt. `unfit` are the tiers that cannot do what is asked.
     """
 
     request: Request
@@ -78,6 +79,7 @@ class Job:
     prompts: dict[ChatTokenizer, list[int]] = field(default_factory=dict)
     vector: Vector | None = None
     lifted_from: str | None = None
+    unfit: list[Unfit] = field(default_factory=list)
 
     def leave_out(self, num_dearest: int) -> None:
         """The quotas do not pay for the last of `sized`."""
@@ -128,6 +130,11 @@ class Dispatch:
         """By engine model or, for a cloud tier, by its name."""
         return {name: backend.breaker.state for name, backend in self._backends.items()}
 
+    @property
+    def overruns(self) -> Counter[tuple[str, Overrun]]:
+        """What the APIs of cloud tiers were not believed, by tier and kind."""
+        return self._way.overruns
+
     # --- before it is decided ---
 
     async def size(self, job: Job) -> list[Sized]:
@@ -143,6 +150,7 @@ class Dispatch:
                     sized.append(await self._size(job, tier))
                 except InvalidRequestError as error:
                     errors.append((tier.context_window, error))
+                    job.unfit.append(Unfit(tier.name, self._levels[tier.name], len(sized), lack_of(error), error.param))
             if not sized:
                 raise max(errors, key=lambda each: each[0])[1]
             job.sized = sized
@@ -150,7 +158,7 @@ class Dispatch:
 
     async def _size(self, job: Job, tier: Tier) -> Sized:
         request = job.request
-        num_answer = request.output_limit or tier.generation.max_output_tokens
+        num_answer = limit_choice(request, tier)
         if tier.cloud is not None:
             build_body(request, tier)
             return Sized(tier, max(1, job.num_bytes // BYTES_PER_TOKEN), num_answer, None)
@@ -203,7 +211,7 @@ class Dispatch:
         flight.enter("route")
         sized = await self.size(job)
         complexity = None if judging is None else await self._await_judgement(job, sized, judging)
-        decision = self._decide(job, sized, complexity)
+        decision = self._decide(job, sized, complexity, is_asked=judging is not None)
         if decision.lifted_from is not None:
             job.lifted_from = sized[decision.lifted_from].tier.name
         if not decision.order:
@@ -278,7 +286,7 @@ class Dispatch:
         self.counts.saved[sized.tier.name] += answer.num_saved_tokens
         return answer
 
-    def _decide(self, job: Job, sized: Sequence[Sized], complexity: Complexity | None) -> Decision:
+    def _decide(self, job: Job, sized: Sequence[Sized], complexity: Complexity | None, *, is_asked: bool) -> Decision:
         candidates = []
         for tier, num_prompt, num_answer, _ in sized:
             backend = self._backends[tier.backend]
@@ -302,6 +310,8 @@ class Dispatch:
             left_s=job.left_s,
             mode="pinned" if not job.is_auto else "unclassified" if self._classify is None else "auto",
             is_limited=job.is_limited,
+            is_asked=is_asked,
+            unfit=job.unfit,
         )
 
     def _may_retry(self, job: Job, tier: Tier, error: ApiError) -> bool:
@@ -323,6 +333,13 @@ async def pause(flight: Output) -> None:
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(left.wait(), RETRY_DELAY_S * random.uniform(0.5, 1.5))
     flight.on_cancel(None)
+
+
+def lack_of(error: InvalidRequestError) -> Lack:
+    """What a tier lacks that refuses a request so."""
+    if isinstance(error, ContextWindowError):
+        return "window"
+    return "tools" if isinstance(error, NoToolParserError) else "unable"
 
 
 def read_turns(request: Request) -> list[Turn]:

@@ -2,6 +2,8 @@
 
     ApiError
     ├── InvalidRequestError      400  the caller: fix the field named in `param`
+    │   ├── ContextWindowError        prompt and answer are more than the tier's window
+    │   └── NoToolParserError         its model takes no tools
     ├── UnauthorizedError        401  the caller: send a valid key
     ├── NotAllowedError          403  the caller: ask for what the key allows
     ├── ModelNotFoundError       404  the caller: ask for a model that exists
@@ -80,6 +82,14 @@ class InvalidRequestError(ApiError):
     status = 400
     type = "invalid_request_error"
     code = "invalid_value"
+
+
+class ContextWindowError(InvalidRequestError):
+    pass
+
+
+class NoToolParserError(InvalidRequestError):
+    pass
 
 
 class UnauthorizedError(ApiError):
@@ -224,6 +234,15 @@ _BY_CODE: dict[str, type[ApiError]] = {
         InternalError,
     )
 }
+
+
+def is_our_fault(code: str) -> bool:
+    """Whether what ended a request with `code` was an engine's, an API's or our own failing; "ok" is none.
+
+    A deadline is the caller's, and so is that he wanted a stored answer and nothing else.
+    """
+    error = _BY_CODE.get(code)
+    return error is not None and error.status >= 500 and error not in (DeadlineError, NotCachedError)
 
 
 # Triton puts these before what it says, and before what a step of an ensemble says. The ids are ours, and open things.

@@ -161,6 +161,8 @@ class Flight(Waited):
         self._send_new()
         self._is_finished = True
         self.payer = next(iter(self._callers), None)
+        if self.payer is not None:
+            self.payer.is_payer = True
         for output, ended in list(self._callers.items()):
             self._send(output, output.finish)
             if not ended.done():

@@ -14,7 +14,14 @@ from typing import Any, Protocol
 from orchestrator.answer import Answer, Output
 from orchestrator.config import Tier, ToolFormat
 from orchestrator.engines import TRY_AGAIN, Chunk, EngineRequest, Lora
-from orchestrator.errors import EngineError, InvalidRequestError, OverloadedError, shorten
+from orchestrator.errors import (
+    ContextWindowError,
+    EngineError,
+    InvalidRequestError,
+    NoToolParserError,
+    OverloadedError,
+    shorten,
+)
 from orchestrator.request import ChatRequest, Guide, Message, Request, ToolChoice
 from orchestrator.schemas import check_schema
 from orchestrator.streaming.chunks import Choice
@@ -221,9 +228,9 @@ def check_tools(request: Request, tier: Tier) -> None:
     for index, message in enumerate(request.messages):
         if message.role == "tool" or message.tool_calls:
             param = f"messages[{index}].role" if message.role == "tool" else f"messages[{index}].tool_calls"
-            raise InvalidRequestError(f"{param}: the model {tier.model!r} has no tool parser", param=param)
+            raise NoToolParserError(f"{param}: the model {tier.model!r} has no tool parser", param=param)
     if request.offered_tools:
-        raise InvalidRequestError(
+        raise NoToolParserError(
             f"tools: the model {tier.model!r} has no tool parser; leave tools out, or name a model that has one",
             param="tools",
         )
@@ -297,14 +304,14 @@ def template_message(message: Message) -> dict[str, Any]:
 def limit_answer(request: Request, tier: Tier, num_prompt_tokens: int) -> int:
     """The most tokens that each choice may have.
 
-    Raises `InvalidRequestError` with both counts when prompt and answer do not fit the tier's context window.
+    Raises `ContextWindowError` with both counts when prompt and answer do not fit the tier's context window.
     """
     room = tier.context_window - num_prompt_tokens
     wanted = request.output_limit
     if room < (wanted or 1):
         prompt = "messages" if isinstance(request, ChatRequest) else "prompt"
         param = prompt if wanted is None or room < 1 else request.output_limit_field
-        raise InvalidRequestError(
+        raise ContextWindowError(
             f"{param}: the prompt's {num_prompt_tokens} tokens and an answer of up to {wanted or 1} are more than the "
             f"context window of {tier.context_window} tokens; shorten the {prompt} or lower "
             f"{request.output_limit_field}",

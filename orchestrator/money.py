@@ -23,13 +23,13 @@ class Spending:
 
     def count(self, tenant: str, answer: Answer, used: Amount) -> None:
         """A request that `answer` was for. `used` is its tenant's share: nothing of what another one pays for."""
-        if not used.requests:
+        if used == Amount():
             return
         if tenant not in self._tenants:
             tenant = tenant if len(self._tenants) < MAX_TENANTS else OTHERS
             self._tenants.add(tenant)
         tier = answer.tier.name
-        self.requests[tenant, tier] += 1
+        self.requests[tenant, tier] += used.requests
         if used.tokens:
             self.tokens[tenant, tier, "input"] += answer.usage.prompt_tokens
             self.tokens[tenant, tier, "output"] += used.tokens - answer.usage.prompt_tokens

@@ -25,7 +25,7 @@ from orchestrator.cache.policy import may_be_kept
 from orchestrator.cache.stage import AnswerCache, Embed, Hit, Query
 from orchestrator.cache.stored import StoredAnswer, join_pieces
 from orchestrator.call import Call
-from orchestrator.cloud.generation import CloudClient
+from orchestrator.cloud.generation import CloudClient, max_prompt_tokens
 from orchestrator.config import Tier, Tiers, split_model, with_adapter
 from orchestrator.dispatch import Classify, Dispatch, Job, Sized, digest_folder
 from orchestrator.errors import (
@@ -37,6 +37,7 @@ from orchestrator.errors import (
     ModelNotFoundError,
     NotCachedError,
     OverloadedError,
+    is_our_fault,
     shorten,
 )
 from orchestrator.flight import Flight, Flights
@@ -154,7 +155,7 @@ class Pipeline:
             call.request_id = None
         self._gate.count(error)
         call.sink.fail(error)
-        self._note(ride, time.monotonic())
+        self._note(ride, time.monotonic(), Amount())
 
     async def finish(self) -> None:
         """Until what goes on after a call's last event is done too."""
@@ -321,9 +322,9 @@ class Pipeline:
             await ride.permit.settle(used)
         if key is not None and ride.flight is not None and ride.flight.answer is not None:
             self.spending.count(key.tenant, ride.flight.answer, used)
-        self._note(ride, ended_s)
+        self._note(ride, ended_s, used)
 
-    def _note(self, ride: Ride, ended_s: float) -> None:
+    def _note(self, ride: Ride, ended_s: float, used: Amount) -> None:
         """Metrics, the log line, and the trace: once for each request."""
         if not self._is_instrumented:
             return
@@ -334,6 +335,8 @@ class Pipeline:
         facts: dict[str, Any] = {}
         if output is not None:
             facts = output.facts()
+            if facts:
+                facts["cost_usd"] = used.nano_usd / 1e9  # also of one that was left, or failed after tokens
             line |= facts
             if ride.outcome == "ok" and facts and key is not None:
                 self.latencies.observe(facts, key.priority)
@@ -363,27 +366,27 @@ def measure(ride: Ride) -> Amount:
 
     A stored answer, or one that another caller pays for, is one request without tokens. Who pays, pays for the prompt
     and what was generated, also if he left or his deadline passed; but for no prompt if the generation failed before
-    anything came of it. What no engine began takes nothing.
+    anything came of it. What fails by the engine's fault, or ours, is no request. What no engine began takes nothing.
     """
     flight = ride.flight
     answer = None if flight is None else flight.answer
     if flight is None or answer is None or not answer.usage.prompt_tokens:
         return Amount()
-    usage = answer.usage
+    usage, num_requests = answer.usage, int(not is_our_fault(ride.outcome))
     if flight.hit is not None or flight.payer is not ride.output:
-        return Amount(1)
+        return Amount(num_requests)
     if not usage.completion_tokens and (ride.outcome not in _PAID or answer.has_failed):
-        return Amount(1)
+        return Amount(num_requests)
     cost = price_of(answer.tier).nano_usd(usage.prompt_tokens, usage.completion_tokens)
-    return Amount(1, usage.prompt_tokens + usage.completion_tokens, cost)
+    return Amount(num_requests, usage.prompt_tokens + usage.completion_tokens, cost)
 
 
 def most_of(job: Job, sized: Sequence[Sized]) -> list[Amount]:
     """The most that the request may take of all tiers, then without the dearest, and so on to the cheapest alone."""
     amounts: list[Amount] = []
     for tier, num_prompt, num_answer, input_ids in sized:
-        if input_ids is None:  # an API has a tokenizer of its own; no token is shorter than a byte
-            num_prompt = min(job.num_bytes, tier.context_window)
+        if input_ids is None:
+            num_prompt = max_prompt_tokens(job.num_bytes, tier)
         else:
             num_answer = min(num_answer, tier.context_window - num_prompt)
         num_answer *= job.request.num_choices

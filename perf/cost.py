@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,12 @@ PUBLISHED_PRICES = (0.0001, 0.0005, 0.003, 0.01)
 PUBLISHED_ONE_MODEL = 0.003
 
 
+# How a request ends without anybody's failing: whoever left, or had no more time, pays for what was generated.
+_LEFT = ("cancelled", "deadline_exceeded")
+
+
 class Served(NamedTuple):
-    """A request out of the log; `cost_usd` is 0 for a stored answer."""
+    """A request out of the log; `cost_usd` is 0 for a stored answer, and for one that another caller pays for."""
 
     tier: str
     is_hit: bool
@@ -37,26 +42,41 @@ class Served(NamedTuple):
     cost_usd: float
 
 
+class Beside(NamedTuple):
+    """What else the log tells: requests that failed and what they were charged, and what the quality monitor spent."""
+
+    num_failed: int = 0
+    failed_usd: float = 0.0
+    quality_usd: float = 0.0
+
+
+_NOTHING = Beside()
+
+
 def cost(artifacts: Path, target: str, log: Path | None, data: Path, num_requests: int) -> tuple[str, dict[str, Any]]:
     """From `log`, or from traffic of the labelled conversations in `data` against `target`, made now.
 
-    Raises `PerfError` where no request can be found.
+    Raises `PerfError` where no request can be found, or where the log is of a target with other tiers or prices.
     """
     artifact = find_artifact(artifacts, target)
     tiers = load_tiers(artifact / "tiers.toml").tier
     if log is not None:
-        served = read_log(log.read_text(encoding="utf-8", errors="replace").splitlines())
-        labels = None
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        served, beside, labels = read_log(lines), read_beside(lines), None
+        if not served:
+            raise PerfError(f"{log}: no answered request in it; a server's triton.log has a line for each")
+        try:
+            check_prices(served, tiers)
+        except PerfError as error:
+            raise PerfError(f"{log}: {error}\nfix: name by --target what was served; target {target} was not") from None
     else:
-        served, labels = _drive(artifact, data, num_requests)
-    if not served:
-        raise PerfError(f"{log}: no answered request in it; a server's triton.log has a line for each")
+        served, beside, labels = _drive(artifact, data, num_requests)
     result: dict[str, Any] = {
         "command": "cost",
         "target": target,
         "source": "traffic made now" if log is None else "log",
     }
-    result |= summarise_cost(served, tiers)
+    result |= summarise_cost(served, tiers, beside)
     if labels is not None:
         result["by_label"] = _saving_by_label(served, labels, tiers)
     result["published_example"] = published_example()
@@ -64,25 +84,64 @@ def cost(artifacts: Path, target: str, log: Path | None, data: Path, num_request
 
 
 def read_log(lines: Iterable[str]) -> list[Served]:
-    """The answered requests, whatever else is in the log."""
+    """The answered requests, whatever else is in the log; of those that were left, the ones that somebody paid for."""
     served = []
-    for line in lines:
-        if not line.startswith("{"):
-            continue
-        try:
-            row = json.loads(line)
-            if row.get("event") != "request" or "tier" not in row:
-                continue
-            is_hit = row["cache"] in ("exact", "semantic")
-            counts = int(row["input_tokens"]), int(row["tokens"])
-            served.append(Served(str(row["tier"]), is_hit, *counts, float(row["cost_usd"])))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # a line cut by the log's end, or not ours
+    for row in _rows(lines, "request"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # refused: it has no answer
+            one = _served(row)
+            if row["outcome"] == "ok" or (row["outcome"] in _LEFT and one.cost_usd):
+                served.append(one)
     return served
 
 
-def summarise_cost(served: Sequence[Served], tiers: Sequence[Tier]) -> dict[str, Any]:
-    """`saving` is all of it, `saving_by_routing` leaves stored answers out; shares of what the dearest tier costs."""
+def read_beside(lines: Sequence[str]) -> Beside:
+    """What is in the log beside the answered requests."""
+    failed = [row for row in _rows(lines, "request") if "tier" in row and row.get("outcome") not in ("ok", *_LEFT)]
+    asked = _rows(lines, "quality_asked")
+    return Beside(len(failed), sum(map(_usd, failed)), sum(map(_usd, asked)))
+
+
+def check_prices(served: Iterable[Served], tiers: Sequence[Tier]) -> None:
+    """Raises `PerfError` unless what was charged are these tiers' prices."""
+    prices = {tier.name: price_of(tier) for tier in tiers}
+    for row in served:
+        price = prices.get(row.tier)
+        if price is None:
+            raise PerfError(f"tier {row.tier!r} is none of {', '.join(prices)}")
+        nano_usd = price.nano_usd(row.input_tokens, row.output_tokens)
+        if row.cost_usd and abs(round(row.cost_usd * 1e9) - nano_usd) > 1:  # of a billionth, which is rounded
+            raise PerfError(
+                f"tier {row.tier!r} took {row.cost_usd:.9f} USD for {row.input_tokens} tokens in and "
+                f"{row.output_tokens} out, which cost {nano_usd / 1e9:.9f} at its price"
+            )
+
+
+def _rows(lines: Iterable[str], event: str) -> list[dict[str, Any]]:
+    rows = []
+    for line in lines:
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError, RecursionError):  # a line cut by the log's end, or not ours
+                rows.append(json.loads(line))
+    return [row for row in rows if row.get("event") == event]
+
+
+def _served(facts: Mapping[str, Any]) -> Served:
+    """Of a log line, or `rt`."""
+    usd = float(facts["cost_usd"])
+    is_hit = facts["cache"] in ("exact", "semantic") and not usd  # who pays for another has had it generated
+    return Served(str(facts["tier"]), is_hit, int(facts["input_tokens"]), int(facts["tokens"]), usd)
+
+
+def _usd(row: Mapping[str, Any]) -> float:
+    usd = row.get("cost_usd")
+    return float(usd) if isinstance(usd, (int, float)) else 0.0
+
+
+def summarise_cost(served: Sequence[Served], tiers: Sequence[Tier], beside: Beside = _NOTHING) -> dict[str, Any]:
+    """`saving` is all of it, `saving_by_routing` leaves stored answers out; shares of what the dearest tier costs.
+
+    What the quality monitor asked again is spent for routing's sake, so both are less by it.
+    """
     expert = price_of(tiers[-1])
 
     def at_expert(rows: Iterable[Served]) -> float:
@@ -94,10 +153,13 @@ def summarise_cost(served: Sequence[Served], tiers: Sequence[Tier]) -> dict[str,
         "requests": len(served),
         "expert": tiers[-1].name,
         "cost_usd": round(spent, 9),
+        "quality_usd": round(beside.quality_usd, 9),
         "all_expert_usd": round(all_expert, 9),
-        "saving": _saving(spent, all_expert),
-        "saving_by_routing": _saving(spent, generated_expert),
+        "saving": _saving(spent + beside.quality_usd, all_expert),
+        "saving_by_routing": _saving(spent + beside.quality_usd, generated_expert),
         "hits": len(served) - len(generated),
+        "failed_requests": beside.num_failed,
+        "failed_requests_usd": round(beside.failed_usd, 9),
         "tiers": {tier.name: sum(row.tier == tier.name for row in served) for tier in tiers},
     }
 
@@ -117,8 +179,11 @@ def _saving(spent: float, instead: float) -> float:
     return round(1 - spent / instead, 4) if instead else 0.0
 
 
-def _drive(artifact: Path, data: Path, num_requests: int) -> tuple[list[Served], list[str]]:
-    """Conversations drawn by their labels' share, asked of "auto"; returns what was said of each, and the labels."""
+def _drive(artifact: Path, data: Path, num_requests: int) -> tuple[list[Served], Beside, list[str]]:
+    """Conversations drawn by their labels' share, asked of "auto"; returns what was said of each, and the labels.
+
+    Of the quality monitor's spending what it had asked by then.
+    """
     rows = read_labelled(data)
     chosen = random.Random(0).sample(rows, min(num_requests, len(rows)))
     served = []
@@ -127,7 +192,8 @@ def _drive(artifact: Path, data: Path, num_requests: int) -> tuple[list[Served],
             served.append(_ask(client, row))
             if number % 50 == 0:
                 say(f"{number} of {len(chosen)} conversations")
-    return served, [row.tier for row in chosen]
+        beside = read_beside(stack.triton_log.read_text(encoding="utf-8", errors="replace").splitlines())
+    return served, beside, [row.tier for row in chosen]
 
 
 def _ask(client: httpx.Client, row: Labelled) -> Served:
@@ -139,9 +205,7 @@ def _ask(client: httpx.Client, row: Labelled) -> Served:
     response = client.post("/v1/chat/completions", json=body)
     if response.status_code != 200:
         raise PerfError(f"a conversation was refused with {response.status_code}: {response.text[:200]}")
-    rt = response.json()["rt"]
-    is_hit = rt["cache"] in ("exact", "semantic")
-    return Served(rt["tier"], is_hit, rt["input_tokens"], rt["tokens"], rt["cost_usd"])
+    return _served(response.json()["rt"])
 
 
 def _saving_by_label(served: Sequence[Served], labels: Sequence[str], tiers: Sequence[Tier]) -> dict[str, float]:
@@ -175,8 +239,14 @@ def _table(served: Sequence[Served], tiers: Sequence[Tier], result: dict[str, An
         )
     table = format_table(("tier", "requests", "stored", "tokens in", "tokens out", "USD"), rows)
     published = result["published_example"]
+    quality, failed = "", ""
+    if result["quality_usd"]:
+        quality = f"the quality monitor asked again for {result['quality_usd']:.6f} USD, which is spent too\n"
+    if result["failed_requests"]:
+        usd = f"{result['failed_requests_usd']:.6f} USD"
+        failed = f"{result['failed_requests']} failed, not counted; {usd} charged for what came of them\n"
     return (
-        f"{table}\n\nall at {result['expert']}: {result['all_expert_usd']:.6f} USD; saved {result['saving']:.1%}, "
-        f"by routing alone {result['saving_by_routing']:.1%}\n"
+        f"{table}\n\n{quality}{failed}all at {result['expert']}: {result['all_expert_usd']:.6f} USD; "
+        f"saved {result['saving']:.1%}, by routing alone {result['saving_by_routing']:.1%}\n"
         f"published example: ${published['cost_usd']:.5f} a request, {published['saving']:.0%} saved"
     )

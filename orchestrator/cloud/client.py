@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
 from contextlib import aclosing
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar, cast
 
 import anyio
@@ -34,6 +36,8 @@ KEEP_IDLE_S = 50.0
 # Of an error's body, read; of its message, passed on.
 MAX_ERROR_BYTES = 16 << 10
 MAX_ERROR_CHARACTERS = 300
+# The longest that an API may have our callers wait.
+MAX_RETRY_AFTER_S = 3600
 # An answer that is over does not wait longer for the sake of its connection.
 END_TIMEOUT_S = 0.1
 
@@ -119,7 +123,8 @@ class HttpCloudClient:
         status = response.status_code
         content_type = response.headers.get("content-type", "")
         if status != 200:
-            raise explain_status(tier.name, status, self._redact(tier, await _read_message(response, watch)))
+            message = self._redact(tier, await _read_message(response, watch))
+            raise explain_status(tier.name, status, message, response.headers.get("retry-after", ""))
         if content_type.partition(";")[0].strip().lower() != "text/event-stream":
             raise CloudError(
                 f"tier {tier.name!r}: the API must answer with text/event-stream (got {_shorten(content_type, 80)!r})"
@@ -168,12 +173,18 @@ def read_key(tier: Tier, environ: Mapping[str, str]) -> str | None:
     return key
 
 
-def explain_status(tier: str, status: int, message: str) -> ApiError:
-    """The error for an answer other than 200. `message` is the API's own, and shown only where the caller can act."""
+def explain_status(tier: str, status: int, message: str, retry_after: str) -> ApiError:
+    """The error for an answer other than 200. `message` and the header `retry-after` are the API's own.
+
+    The message is shown only where the caller can act.
+    """
     if status in (400, 413, 422):
         return InvalidRequestError(f"tier {tier!r}: the API refused the request with {status}: {message}")
     if status == 429:
-        return OverloadedError(f"tier {tier!r}: the API takes no more requests now (429); try again later")
+        return OverloadedError(
+            f"tier {tier!r}: the API takes no more requests now (429); try again later",
+            headers={"retry-after": str(read_retry_after(retry_after, time.time()))},
+        )
     hint = ""
     if 300 <= status < 400:
         hint = "; redirects are not followed, so cloud.base_url must name where it leads"
@@ -183,6 +194,21 @@ def explain_status(tier: str, status: int, message: str) -> ApiError:
         hint = "; check cloud.base_url and cloud.model"
     kind = CloudError if status >= 500 else CloudRefusalError
     return kind(f"tier {tier!r}: the API answered {status}{hint}")
+
+
+def read_retry_after(text: str, now_s: float) -> int:
+    """Seconds from `now_s` (since 1970), 1 to `MAX_RETRY_AFTER_S`; 1 for what says nothing.
+
+    RFC 9110, section 10.2.3: whole seconds, or a date; some APIs send parts of a second.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(text).timestamp() - now_s
+        except (ValueError, OverflowError):
+            seconds = 1.0
+    return 1 if math.isnan(seconds) else math.ceil(min(max(1.0, seconds), MAX_RETRY_AFTER_S))
 
 
 def _chunks(response: httpx.Response) -> AsyncGenerator[bytes, None]:

@@ -20,6 +20,14 @@ class _Part(BaseModel):
 class Usage(_Part):
     prompt_tokens: Annotated[int, Field(ge=0)]
     completion_tokens: Annotated[int, Field(ge=0)]
+    completion_tokens_details: Any = None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the completion's, those that were for no reader; 0 where the API does not say."""
+        details = self.completion_tokens_details
+        number = details.get("reasoning_tokens") if isinstance(details, dict) else None
+        return max(0, number) if isinstance(number, int) else 0
 
 
 class FunctionDelta(_Part):
@@ -36,6 +44,8 @@ class CallDelta(_Part):
 class Delta(_Part):
     content: str | None = None
     refusal: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
     tool_calls: list[CallDelta] | None = None
 
 
@@ -48,6 +58,12 @@ class ChoiceDelta(_Part):
     def text(self) -> str:
         """A refusal is text as well: what a reader sees is the same."""
         return "" if self.delta is None else (self.delta.content or "") + (self.delta.refusal or "")
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before it answered, by either of the names that APIs give it; not passed on."""
+        either = () if self.delta is None else (self.delta.reasoning_content, self.delta.reasoning)
+        return next((each for each in either if isinstance(each, str)), "")
 
     @property
     def calls(self) -> list[CallDelta]:

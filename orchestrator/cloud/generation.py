@@ -1,16 +1,23 @@
-"""The generate stage of a cloud tier: a request as the API takes it, the API's deltas as our events."""
+"""The generate stage of a cloud tier: a request as the API takes it, the API's deltas as our events.
+
+What is reserved for a request holds whatever the API does: an answer that goes on past its limit is cut there and
+cancelled at the API, and of a usage no more is believed than was reserved, and than the text that came can be.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from orchestrator.answer import Answer, Output
-from orchestrator.cloud.events import CallDelta, ChoiceDelta, Event
+from orchestrator.cloud.events import CallDelta, ChoiceDelta, Event, Usage
 from orchestrator.config import Tier
 from orchestrator.errors import CloudError, InvalidRequestError
 from orchestrator.request import ChatRequest, Request
@@ -19,12 +26,22 @@ from orchestrator.streaming.stops import StopStrings
 from orchestrator.streaming.text import Piece
 from orchestrator.streaming.tool_calls import ToolCallDelta
 
+log = logging.getLogger("orchestrator.requests")
+
 # OpenAI's limit, and that of the APIs that follow it. Further stop strings are applied here alone, as all are.
 MAX_API_STOPS = 4
 # To estimate tokens, in bytes of UTF-8: English has 4 to 5 a token with the tokenizers in use.
 BYTES_PER_TOKEN = 4
 # APIs send a token a delta or, some of them, many; deltas longer than this on average are not single tokens.
 MAX_BYTES_PER_DELTA = 12
+# The longest single token of the tokenizers in use, in bytes: a run of blanks.
+MAX_TOKEN_BYTES = 128
+# Tokens that no text shows: the one that ends a choice, and the words around a tool call's name and arguments.
+END_TOKENS = 1
+CALL_TOKENS = 32
+
+# What an API did not keep to: the answer's limit, or the truth in its usage.
+Overrun = Literal["answer", "usage"]
 
 # Fields that go out as they came in. `user` stays here: it tells a stranger about ours.
 _PASSED = (
@@ -57,19 +74,27 @@ class CloudClient(Protocol):
 class CloudGeneration:
     """One answer's way out of an API. `run` sends all of it to `output`."""
 
-    def __init__(self, output: Output, answer: Answer, client: CloudClient) -> None:
+    def __init__(
+        self, output: Output, answer: Answer, client: CloudClient, overruns: Counter[tuple[str, Overrun]]
+    ) -> None:
+        """`overruns`, by the tier's name and the kind, counts what the API was not believed."""
+        self._overruns = overruns
         self._output = output
         self._answer = answer
         self._request = answer.request
         self._tier = answer.tier
+        self._max_tokens = limit_choice(answer.request, answer.tier)
+        self._max_prompt_tokens = max(1, max_prompt_tokens(answer.num_request_bytes, answer.tier))
         self._client = client
 
     async def run(self) -> None:
         body = build_body(self._request, self._tier)
-        self._answer.num_prompt_tokens = max(1, self._answer.num_request_bytes // BYTES_PER_TOKEN)
+        self._answer.num_prompt_tokens = min(
+            max(1, self._answer.num_request_bytes // BYTES_PER_TOKEN), self._max_prompt_tokens
+        )
         self._answer.is_estimated = True
         self._output.begin(self._answer, uuid.uuid4().hex)
-        self._texts = [_ChoiceText(choice, self._request.stops) for choice in self._answer.choices]
+        self._texts = [_ChoiceText(choice, self._request.stops, self._max_tokens) for choice in self._answer.choices]
         self._output.raise_if_cancelled()
         reading = asyncio.create_task(self._read(body))
 
@@ -90,16 +115,20 @@ class CloudGeneration:
 
     async def _read(self, body: Mapping[str, Any]) -> None:
         """Every choice to its finish reason."""
-        usage = None
+        usage: Usage | None = None
         try:
             async with aclosing(self._client.stream(self._tier, body)) as events:
                 async for event in events:
                     if event.usage is not None:
                         usage = event.usage
-                        self._answer.num_prompt_tokens = usage.prompt_tokens
-                    for delta in event.choices or []:
+                        self._answer.num_prompt_tokens = self._bound_prompt(usage)
+                    deltas = event.choices or []
+                    if self._are_finished and any(delta.text or delta.calls for delta in deltas):
+                        return  # an API that does not end
+                    for delta in deltas:
                         self._take(delta)
-                    if all(text.is_stopped for text in self._texts):
+                    is_ours = [text.is_stopped or text.is_cut for text in self._texts]
+                    if all(is_ours) or (self._are_finished and any(text.is_cut for text in self._texts)):
                         return  # no longer the API's answer, so its usage would be too late
         except CloudError:
             # The answers are whole; only their counts, or the end of the stream, are missing.
@@ -109,8 +138,27 @@ class CloudGeneration:
         if not self._are_finished:
             raise CloudError(f"tier {self._tier.name!r}: the API's stream ended before its answer")
         if usage is not None:
-            self._answer.num_completion_tokens = usage.completion_tokens
-            self._answer.is_estimated = False
+            self._believe(usage)
+
+    def _believe(self, usage: Usage) -> None:
+        """The API's counts take the place of our estimates, as far as they can be true."""
+        most = sum(min(self._max_tokens, text.most_tokens + usage.reasoning_tokens) for text in self._texts)
+        num_prompt = self._bound_prompt(usage)
+        num_completion = min(usage.completion_tokens, most) or self._answer.usage.completion_tokens
+        self._answer.num_prompt_tokens, self._answer.num_completion_tokens = num_prompt, num_completion
+        self._answer.is_estimated = (num_prompt, num_completion) != (usage.prompt_tokens, usage.completion_tokens)
+        if num_prompt < usage.prompt_tokens or num_completion < usage.completion_tokens:
+            claimed = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+            self._note("usage", claimed=claimed, counted=[num_prompt, num_completion])
+
+    def _bound_prompt(self, usage: Usage) -> int:
+        # Some APIs write 0 for what they do not know.
+        return min(usage.prompt_tokens, self._max_prompt_tokens) or self._answer.num_prompt_tokens
+
+    def _note(self, kind: Overrun, **facts: Any) -> None:
+        self._overruns[self._tier.name, kind] += 1
+        line = {"event": "cloud_overrun", "kind": kind, "tier": self._tier.name, "max_tokens": self._max_tokens}
+        log.warning(json.dumps({**line, **facts}))
 
     @property
     def _are_finished(self) -> bool:
@@ -131,22 +179,33 @@ class CloudGeneration:
             self._output.emit(text.choice, text.push(delta))
         except ValueError as error:
             raise CloudError(f"tier {self._tier.name!r}: the API sent {error}") from error
+        if text.is_cut:
+            self._note("answer", choice=delta.index)
 
 
 class _ChoiceText:
     """One choice as it comes: text cut at the first stop string, tool calls numbered from 0, tokens estimated.
 
-    `finish_reason` is None until it is over.
+    `finish_reason` is None until it is over. `is_cut`: it went on past its limit of `max_tokens`, surely, for it had
+    more deltas, or so many bytes that tokens would have to be longer than they are.
     """
 
-    def __init__(self, choice: Choice, stops: list[str]) -> None:
+    def __init__(self, choice: Choice, stops: list[str], max_tokens: int) -> None:
         self.choice = choice
         self.finish_reason: str | None = None
+        self.is_cut = False
+        self._max_tokens = max_tokens
         self._stops = StopStrings(stops)
         self._call_ids: list[str] = []
         self._call_of_index: dict[int, int] = {}
         self._num_deltas = 0
         self._num_bytes = 0
+        self._num_hidden_bytes = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """That this much of an answer can be: none is shorter than a byte."""
+        return self._num_bytes + self._num_hidden_bytes + END_TOKENS + CALL_TOKENS * len(self._call_ids)
 
     @property
     def is_stopped(self) -> bool:
@@ -154,15 +213,24 @@ class _ChoiceText:
 
     def push(self, delta: ChoiceDelta) -> Piece:
         """What became certain; raises `ValueError` for a tool call without a name."""
-        calls = [self._number(call) for call in delta.calls]
-        if delta.text or calls:
-            self._num_deltas += 1
-            self._num_bytes += len(delta.text.encode()) + sum(
+        text, calls = delta.text, [self._number(call) for call in delta.calls]
+        self._num_hidden_bytes += len(delta.reasoning.encode())
+        if text or calls:
+            num_bytes = len(text.encode()) + sum(
                 len((call.name or "").encode()) + len(call.arguments.encode()) for call in calls
             )
-            self.choice.num_tokens = estimate_tokens(self._num_deltas, self._num_bytes)
-        text = self._stops.push(delta.text)
-        self.finish_reason = "stop" if self.is_stopped else delta.finish_reason or None
+            self.is_cut = (
+                self._num_deltas == self._max_tokens
+                or self._num_bytes + num_bytes > MAX_BYTES_PER_DELTA * self._max_tokens + MAX_TOKEN_BYTES
+            )
+            if self.is_cut:
+                room = 0 if self._num_deltas == self._max_tokens else BYTES_PER_TOKEN * self._max_tokens
+                text, calls = text.encode()[: max(0, room - self._num_bytes)].decode(errors="ignore"), []
+            self._num_deltas += 1
+            self._num_bytes += num_bytes
+            self.choice.num_tokens = min(estimate_tokens(self._num_deltas, self._num_bytes), self._max_tokens)
+        text = self._stops.push(text)
+        self.finish_reason = "stop" if self.is_stopped else "length" if self.is_cut else delta.finish_reason or None
         return Piece(text, calls)
 
     def flush(self) -> Piece:
@@ -208,7 +276,7 @@ def build_body(request: Request, tier: Tier) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": tier.cloud.model,
         **{field: value for field, value in passed.items() if value is not None},
-        tier.cloud.limit_field: request.output_limit or policy.max_output_tokens,
+        tier.cloud.limit_field: limit_choice(request, tier),
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -223,6 +291,17 @@ def build_body(request: Request, tier: Tier) -> dict[str, Any]:
     if request.stops:
         body["stop"] = request.stops[:MAX_API_STOPS]
     return body
+
+
+def limit_choice(request: Request, tier: Tier) -> int:
+    """The most tokens that each choice may have."""
+    return request.output_limit or tier.generation.max_output_tokens
+
+
+def max_prompt_tokens(num_request_bytes: int, tier: Tier) -> int:
+    """The most that the prompt of so large a request can be: an API has a tokenizer of its own, no token is shorter
+    than a byte."""
+    return min(num_request_bytes, tier.context_window)
 
 
 def estimate_tokens(num_deltas: int, num_bytes: int) -> int:

@@ -195,7 +195,7 @@ class MeteredResponses:
     async def _serve(self) -> Any:
         response = await self._ask()
         if response.error_message:
-            self._place.outcome = EngineError.code
+            self._place.outcome = from_message(response.error_message).code
             return response
         if self._has_tokens:
             # Who asked for the vectors alone is charged for the most it can be.

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from pydantic import ValidationError
 
-from orchestrator.config import ConfigError
+from orchestrator.config import ConfigError, load_tiers
 from orchestrator.limits.keys import Key, KeyFile, change_keys, digest_of, new_secret, read_keys
+from orchestrator.limits.operations import Model
 from orchestrator.row_faults import describe
+
+# What tiers are called, unless somebody gives them names of his own.
+USUAL_TIERS = ("simple", "medium", "complex", "expert", "cloud")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--id", metavar="NAME", help="what the key is called (default: the tenant and a number)")
     add.add_argument(
         "--tier", action="append", metavar="NAME", help="a tier, embedding, ocr, stt, tts; repeatable (default all)"
+    )
+    add.add_argument(
+        "--artifact", type=Path, metavar="DIR", help="what is served, such as artifacts/cpu: --tier must be of it"
     )
     add.add_argument("--requests-per-minute", type=int, metavar="N", help="default: no limit")
     add.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and answer; default: no limit")
@@ -49,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add(options: argparse.Namespace) -> None:
     """Prints the key alone on stdout, for scripts."""
+    _check_tiers(options.tier or (), options.artifact)
     secret = new_secret()
 
     def add(file: KeyFile) -> KeyFile:
@@ -78,6 +88,21 @@ def _add(options: argparse.Namespace) -> None:
     made = change_keys(options.keys, add).keys[-1]
     print(f"the key {made.id!r}, shown this once:", file=sys.stderr)
     print(secret)
+
+
+def _check_tiers(names: Sequence[str], artifact: Path | None) -> None:
+    """Raises `ConfigError` for a name that opens nothing of `artifact`; without one it can only be warned of."""
+    tiers = USUAL_TIERS if artifact is None else [tier.name for tier in load_tiers(artifact / "tiers.toml").tier]
+    known = (*tiers, *get_args(Model))
+    for name in names:
+        if name not in known and artifact is not None:
+            raise ConfigError(f"--tier: {name!r} is no tier of {artifact}; one of {', '.join(known)}")
+        if name not in known:
+            print(
+                f"warning: --tier: {name!r} is none of the usual {', '.join(known)}; where no tier is called so, it "
+                "opens nothing. Name what is served by --artifact to have it checked.",
+                file=sys.stderr,
+            )
 
 
 def _checked(fields: dict[str, object]) -> Key:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from orchestrator.config import ConfigError, Row
 from orchestrator.errors import UnauthorizedError
@@ -37,8 +37,16 @@ _SCHEME = "bearer"
 Priority: TypeAlias = Literal["interactive", "batch"]
 MAX_DEADLINE_MS = 3_600_000
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+def _can_be_counted(usd: float) -> float:
+    if usd < 1e-9:
+        raise ValueError("must be at least 0.000000001, the least that is counted")
+    return usd
+
+
 # Up to here sums of money stay whole numbers in every store (2**53 billionths of a dollar).
-Dollars = Annotated[float, Field(gt=0, le=1_000_000)]
+Dollars = Annotated[float, Field(gt=0, le=1_000_000), AfterValidator(_can_be_counted)]
 Count = Annotated[int, Field(gt=0, le=10**12)]
 
 

@@ -10,7 +10,7 @@ queues before those models are here because all gateways and fronts have them in
   when that is settled, ``{}``. Who cancels in between, or vanishes, gives the place up, and what was reserved stays as
   it is, which is never too little.
 * ``settle``   ``{"reservation": "…", "tokens": 12 | null, "outcome": "ok" | an error's code}`` → ``{}``. Without tokens
-  what was reserved stays as it is.
+  what was reserved stays as it is. What failed by our own fault is no request.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from orchestrator.errors import (
     InternalError,
     InvalidRequestError,
     NotAllowedError,
+    is_our_fault,
 )
 from orchestrator.limits.deadline import Deadline, ending, find_deadline
 from orchestrator.limits.gate import Gate, Permit, may_use, not_allowed
@@ -170,6 +171,8 @@ class Operations:
                 begun_s = time.monotonic()
                 settled = await self._hold(call, permit, deadline)
                 used = most if settled.tokens is None else Amount(1, settled.tokens)
+                if is_our_fault(settled.outcome):
+                    used = Amount(0, settled.tokens or 0)
                 ended.outcome, ended.num_tokens = settled.outcome, settled.tokens
                 if settled.outcome == "ok":
                     total_s = time.monotonic() - begun_s

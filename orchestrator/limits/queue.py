@@ -79,20 +79,13 @@ class Queue:
     def enter(self, priority: Class, ends_at_s: float | None = None, max_tokens: float = math.inf) -> Ticket:
         """A place; raises `OverloadedError` with `retry-after` where there is none, or none in time for `ends_at_s`."""
         wait_s = self._expect_wait_s(priority)
-        retry = {"retry-after": str(max(1, math.ceil(wait_s)))}
         if self._is_full(priority):
             raise OverloadedError(
                 f"{self._max_waiting[priority]} {priority} requests wait already, which is the limit; try again later",
-                headers=retry,
+                headers=_retry_after(wait_s),
             )
         if ends_at_s is not None:
-            answer_s, left_s = self.pace.predict_s(max_tokens), ends_at_s - self._clock()
-            if wait_s + answer_s > left_s:
-                raise OverloadedError(
-                    f"the deadline cannot be met: {left_s:.3f} s are left, a place is expected in {wait_s:.3f} s and "
-                    f"the answer {answer_s:.3f} s later; allow more time, ask for less, or try again later",
-                    headers=retry,
-                )
+            check_in_time(ends_at_s - self._clock(), wait_s, self.pace.predict_s(max_tokens))
         ticket = Ticket(self)
         if self._num_running < self._max_running:
             self._let_in(ticket)
@@ -139,6 +132,20 @@ class Queue:
 
     def _order(self) -> tuple[Class, ...]:
         return CLASSES if self._num_passed < INTERACTIVE_TURNS else ("batch", "interactive", "aside")
+
+
+def check_in_time(left_s: float, wait_s: float, answer_s: float) -> None:
+    """Raises `OverloadedError` with `retry-after` where an answer that begins after `wait_s` would be late."""
+    if wait_s + answer_s > left_s:
+        raise OverloadedError(
+            f"the deadline cannot be met: {left_s:.3f} s are left, a place is expected in {wait_s:.3f} s and "
+            f"the answer {answer_s:.3f} s later; allow more time, ask for less, or try again later",
+            headers=_retry_after(wait_s),
+        )
+
+
+def _retry_after(wait_s: float) -> dict[str, str]:
+    return {"retry-after": str(max(1, math.ceil(wait_s)))}
 
 
 class Ticket:

@@ -204,6 +204,7 @@ class Quality:
             asked = await answered.ask(tier)
             texts[tier] = asked.text
             self.nano_usd += asked.nano_usd
+            log.info(json.dumps({"event": "quality_asked", "tier": tier, "cost_usd": asked.nano_usd / 1e9}))
         compared = {*self._policy.tiers, self._policy.expert}
         vectors = {tier: await embed_whole(self._embed, text) for tier, text in texts.items() if tier in compared}
         expert, question = vectors.pop(self._policy.expert), await self._question_vector(answered)

@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple
 from orchestrator.routing.complexity import TIERS, Complexity
 
 # Why a tier was chosen, in one word: for counting. `Decision.reason` is the sentence.
+Lack = Literal["window", "tools", "unable"]
 Kind = Literal[
-    "pinned", "only", "suffices", "window", "out", "deadline", "doubtful", "quota", "best", "unjudged", "unclassified"
+    Lack, "pinned", "only", "suffices", "out", "deadline", "doubtful", "quota", "best", "unjudged", "unclassified"
 ]
 
 
@@ -50,6 +51,23 @@ class Candidate(NamedTuple):
         return self.expected_s < math.inf and (left_s is None or self.expected_s <= left_s)
 
 
+class Unfit(NamedTuple):
+    """A tier that cannot do what is asked, and so is no candidate: named where it would have been the choice.
+
+    `place` is that of the first candidate that is dearer. `param` is the field that it cannot take, if it is "unable".
+    """
+
+    tier: str
+    level: str
+    place: int
+    kind: Lack
+    param: str | None = None
+
+    @property
+    def lack(self) -> str:
+        return f"cannot take {self.param}" if self.kind == "unable" else _LACKS[self.kind]
+
+
 class Decision(NamedTuple):
     """Places among the candidates, in the order to try them; none when all are out.
 
@@ -79,12 +97,15 @@ def decide(
     left_s: float | None = None,
     mode: Literal["auto", "pinned", "unclassified"] = "auto",
     is_limited: bool = False,
+    is_asked: bool = True,
+    unfit: Sequence[Unfit] = (),
 ) -> Decision:
     """The order in which to try `candidates`, of which there is at least one, from cheap to dear.
 
     `left_s` is the time to the caller's deadline. `is_limited` says that the key's quotas left dearer tiers out.
-    In mode "auto" a request that the classifier did not judge goes up, to the most capable tier; in the other modes it
-    was not to judge: the caller pins, or there is no classifier.
+    In mode "auto" a request that the classifier did not judge goes up, to the most capable tier; `is_asked` says
+    whether there was anything for it to judge. In the other modes it was not to: the caller pins, or there is no
+    classifier.
     """
     places = range(len(candidates))
     up = [place for place in places if not candidates[place].is_out]
@@ -118,43 +139,58 @@ def decide(
 
     def explain() -> tuple[Kind, str]:
         if len(candidates) == 1:
-            return ("quota", "the key's quotas leave no other") if is_limited else ("only", "no other may answer this")
+            if is_limited:
+                return "quota", "the key's quotas leave no other"
+            if unfit:
+                return unfit[0].kind, "no other can: " + ", ".join(f"{each.tier} {each.lack}" for each in unfit)
+            return "only", "no other may answer this"
         if not timely:
             return "deadline", "no tier is expected to be in time; this one soonest"
         if not candidates[chosen].holds:
             return "window", "no tier has room for the prompt and its longest answer; this one has the most"
         share = f"{shares[chosen]:.2f}"
+        able = [each for each in unfit if complexity is None or complexity.suffices(each.level) >= threshold]
+        cheaper = [each for each in able if each.place <= chosen]
         # Which tier would have been the choice if it could be.
         wanted = 0 if mode == "unclassified" else likely[0] if likely else chosen
         kind = _obstacle(candidates[wanted], left_s)
-        instead = f"{candidates[wanted].tier} is cheaper{_BUT[kind]}"
+        instead = f"{candidates[wanted].tier} is cheaper, but {_LACKS[kind]}"
+        if cheaper and wanted == chosen:
+            kind, instead = cheaper[0].kind, f"{cheaper[0].tier} is cheaper, but {cheaper[0].lack}"
         if mode == "unclassified":
             text = "there is no classifier here"
-            return ("unclassified", f"{text}; the cheapest tier") if chosen == 0 else (kind, f"{text}; {instead}")
+            is_cheapest = chosen == 0 and not cheaper
+            return ("unclassified", f"{text}; the cheapest tier") if is_cheapest else (kind, f"{text}; {instead}")
         if complexity is None:
-            return "unjudged", "the classifier did not judge it in time; so the most capable tier"
-        if chosen in good and chosen == wanted:
+            why = (
+                "the classifier did not judge it in time" if is_asked else "there is nothing that the classifier reads"
+            )
+            return "unjudged", f"{why}; so the most capable tier"
+        if chosen in good and chosen == wanted and not cheaper:
             return "suffices", f"the cheapest tier that is likely to suffice ({share})"
         if chosen in good:
             return kind, f"likely to suffice ({share}); {instead}"
         if not likely and chosen != undoubted:
-            nearer = f"{candidates[undoubted].tier} would be nearer{_BUT['doubtful']}"
+            nearer = f"{candidates[undoubted].tier} would be nearer, but {_LACKS['doubtful']}"
             return "doubtful", f"may not suffice ({share}); {nearer}"
         if likely:
-            return kind, f"may not suffice ({share}); {candidates[wanted].tier} would{_BUT[kind]}"
+            return kind, f"may not suffice ({share}); {candidates[wanted].tier} would, but {_LACKS[kind]}"
         if is_limited:
             return "quota", f"may not suffice ({share}); the key's quotas leave no dearer tier"
+        if able:
+            return able[0].kind, f"may not suffice ({share}); {able[0].tier} would, but {able[0].lack}"
         return "best", f"may not suffice ({share}); no tier that may answer is more capable"
 
     lifted_from = undoubted if undoubted != chosen else None
     return Decision(_with_fallbacks(candidates, chosen, roomy), *explain(), lifted_from)
 
 
-_BUT: dict[Kind, str] = {
-    "out": ", but out",
-    "window": ", but has no room for prompt and answer",
-    "deadline": ", but not expected to be in time",
-    "doubtful": ", but its answers have been poor lately",
+_LACKS: dict[Kind, str] = {
+    "out": "out",
+    "window": "has no room for prompt and answer",
+    "tools": "has no tool parser",
+    "deadline": "not expected to be in time",
+    "doubtful": "its answers have been poor lately",
 }
 
 

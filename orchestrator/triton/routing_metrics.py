@@ -17,6 +17,9 @@ class RoutingMetrics:
         self._retries = Family("rt_tier_retries_total", "Second tries on a tier after a failure before its first token")
         self._fallbacks = Family("rt_tier_fallbacks_total", "Requests that went on to another tier, by the failed one")
         self._timeouts = Family("rt_tier_timeouts_total", "Attempts that ended by the tier's silence")
+        self._overruns = Family(
+            "rt_cloud_overruns_total", "Answers of a cloud tier cut at their limit, and usages that could not be true"
+        )
         self._saved = Family("rt_prompt_tokens_saved_total", "Prompt tokens that compression left out, by tier")
         self._breakers = Family(
             "rt_breaker_state",
@@ -36,5 +39,7 @@ class RoutingMetrics:
         ):
             for tier, count in list(counted.items()):
                 family.tell(count, tier=tier)
+        for (tier, what), count in list(dispatch.overruns.items()):
+            self._overruns.tell(count, tier=tier, kind=what)
         for name, state in dispatch.breaker_states().items():
             self._breakers.tell(STATES[state], model=name)

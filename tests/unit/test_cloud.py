@@ -18,7 +18,7 @@ from serving import wait_for
 
 from orchestrator.call import Call
 from orchestrator.cloud import create_cloud_client
-from orchestrator.cloud.client import HttpCloudClient
+from orchestrator.cloud.client import HttpCloudClient, read_retry_after
 from orchestrator.cloud.events import parse_event
 from orchestrator.cloud.generation import estimate_tokens
 from orchestrator.config import ConfigError, Tier, Tiers
@@ -152,6 +152,93 @@ def test_without_usage_it_is_estimated_and_says_so(cloud: FakeCloud) -> None:
 )
 def test_estimated_tokens(num_deltas: int, num_bytes: int, num_tokens: int) -> None:
     assert estimate_tokens(num_deltas, num_bytes) == num_tokens
+
+
+def cloud_overruns(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    lines = [json.loads(message) for message in caplog.messages]
+    return [line for line in lines if line["event"] == "cloud_overrun"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ([delta(f"w{number} ") for number in range(100)], "w0 w1 w2 w3 w4 "),  # a token a delta
+        ([delta("word " * 1000)], "word word word word "),  # all at once: by its bytes
+        ([delta("a"), delta("é" * 500)], "a" + "é" * 9),
+    ],
+)
+def test_an_answer_that_passes_its_limit_is_cut_and_ended_there(
+    cloud: FakeCloud, caplog: pytest.LogCaptureFixture, parts: list[bytes], text: str, stream: bool
+) -> None:
+    cloud.reply = Reply(parts, end="hang")
+    with caplog.at_level(logging.INFO, "orchestrator.requests"):
+        sink = run(cloud, max_tokens=5, stream=stream)
+    assert (sink.text, sink.finish_reasons) == (text, ["length"])
+    rt = sink.events[-1]["rt"]
+    assert (rt["tokens"], rt["usage_estimated"]) == (5, True)
+    wait_for(lambda: cloud.num_left == 1)
+    (line,) = cloud_overruns(caplog)
+    assert (line["kind"], line["tier"], line["max_tokens"]) == ("answer", "cloud", 5)
+
+
+def test_an_answer_that_ends_at_its_limit_is_whole(cloud: FakeCloud, caplog: pytest.LogCaptureFixture) -> None:
+    words = [f"w{number}" for number in range(5)]
+    cloud.reply = Reply(answer(*words, finish="length"))
+    sink = run(cloud, max_tokens=5)
+    assert (sink.text, sink.finish_reasons, sink.events[-1]["rt"]["tokens"]) == ("".join(words), ["length"], 5)
+    long = " internationalisation and what follows it"  # long tokens, several in a delta
+    cloud.reply = Reply([delta(long), delta(finish="length"), usage(11, 1), DONE])
+    assert run(cloud, max_tokens=1).text == long and not cloud_overruns(caplog)
+
+
+def test_of_several_choices_each_has_the_limit(cloud: FakeCloud) -> None:
+    parts = [delta("a", 0), delta("x", 1), delta("b", 0), delta("c", 0), delta("d", 0), delta(index=1, finish="stop")]
+    cloud.reply = Reply([*parts, *(delta("e", 0) for _ in range(5))], end="hang")
+    sink = run(cloud, n=2, max_tokens=2)
+    assert (sink.text, sink.finish_reasons) == ("axb", ["length", "stop"])
+    wait_for(lambda: cloud.num_left == 1)
+
+
+def test_an_api_that_goes_on_after_its_end_is_left(cloud: FakeCloud) -> None:
+    cloud.reply = Reply([delta("a"), delta(finish="stop"), *(delta("x") for _ in range(5))], end="hang")
+    sink = run(cloud)
+    assert (sink.text, sink.finish_reasons) == ("a", ["stop"])
+    wait_for(lambda: cloud.num_left == 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "claimed", "counted"),
+    [
+        ([delta("word " * 20)], (11, 200_000), (11, 40)),  # more than was reserved
+        ([delta("Hi")], (11, 30), (11, 3)),  # more than two bytes and an end can be
+        ([delta("Hi")], (10**9, 1), (len(body()), 1)),  # the request has so many bytes
+        ([delta("", reasoning_content="hm, " * 5), delta("Hi")], (11, 9), (11, 9)),  # thought before it
+        ([delta("Hi")], (0, 0), (len(body()) // 4, 1)),  # unknown to the API, estimated
+    ],
+)
+def test_a_usage_is_believed_as_far_as_it_can_be_true(
+    cloud: FakeCloud,
+    caplog: pytest.LogCaptureFixture,
+    parts: list[bytes],
+    claimed: tuple[int, int],
+    counted: tuple[int, int],
+) -> None:
+    cloud.reply = Reply([*parts, delta(finish="stop"), usage(*claimed), DONE])
+    with caplog.at_level(logging.INFO, "orchestrator.requests"):
+        rt = run(cloud).events[-1]["rt"]
+    assert (rt["input_tokens"], rt["tokens"]) == counted
+    assert rt.get("usage_estimated", False) == (claimed != counted)
+    lines = cloud_overruns(caplog)
+    assert len(lines) == (max(claimed) > max(counted))
+    if lines:
+        assert lines[0]["kind"] == "usage" and lines[0]["counted"] == list(counted)
+
+
+def test_what_an_api_says_of_its_reasoning_counts(cloud: FakeCloud) -> None:
+    counts = {"prompt_tokens": 11, "completion_tokens": 30, "completion_tokens_details": {"reasoning_tokens": 29}}
+    cloud.reply = Reply([delta("Hi", finish="stop"), event(choices=[], usage=counts), DONE])
+    assert run(cloud).events[-1]["rt"]["tokens"] == 30
 
 
 def test_what_the_api_is_asked(cloud: FakeCloud) -> None:
@@ -340,6 +427,25 @@ def test_a_status(cloud: FakeCloud, status: str, error_type: type[ApiError], mes
     assert sink.events == []
     # What may pass is tried once more.
     assert len(cloud.got) == 1 + (status[0] == "5")
+
+
+def test_when_to_come_again_is_the_apis_to_say(cloud: FakeCloud) -> None:
+    for headers, after in ((["retry-after: 7"], "7"), (["retry-after: 86400"], "3600"), ([], "1")):
+        cloud.reply = Reply([b"{}"], "429 Slow", "application/json", headers)
+        error, _ = failure(cloud)
+        assert (error.status, error.headers) == (503, {"retry-after": after})
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *(("0", 1), ("7", 7), ("0.4", 1), ("2.5", 3), ("-5", 1), ("999999999999", 3600), ("inf", 3600), ("nan", 1)),
+        *(("", 1), ("soon", 1), ("1" * 500, 3600), ("٣", 3), ("Thu, 01 Jan 1970 00:01:30 GMT", 30)),
+        *(("Thu, 01 Jan 1970 00:00:30 GMT", 1), ("Fri, 31 Dec 9999 23:59:59 GMT", 3600), ("Mon, 99 Foo 0000", 1)),
+    ],
+)
+def test_a_retry_after_of_any_kind(text: str, seconds: int) -> None:
+    assert read_retry_after(text, now_s=60.0) == seconds
 
 
 @pytest.mark.parametrize(

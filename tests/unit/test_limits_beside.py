@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import struct
@@ -107,6 +108,22 @@ def test_what_a_request_took_takes_the_place_of_what_it_might(tmp_path: Path) ->
         await Request(beside, "embeds", lengths=[20], num_tokens=None).end()  # nobody knows what it took
         await beside.settled()
         assert await beside.used("embeds") == Amount(3, 32)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "used"), [(EngineError("no"), Amount()), (InvalidRequestError("input: no"), Amount(1)), (None, Amount(1))]
+)
+def test_what_fails_by_our_fault_is_no_request(tmp_path: Path, error: ApiError | None, used: Amount) -> None:
+    beside = Beside(tmp_path, embeds={"requests_per_minute": 9, "tokens_per_minute": 600})
+
+    async def scenario() -> None:
+        request = Request(beside, "embeds", lengths=[10], error=error)
+        with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
+            await request.end()
+        await beside.settled()
+        assert await beside.used("embeds") == used
 
     run(scenario)
 
@@ -386,7 +403,7 @@ class FakeModel:
 
 @pytest.mark.parametrize(
     ("num_tokens", "error", "used"),
-    [([5, 7], "", Amount(1, 12)), (None, "", Amount(1, 30)), (None, "it failed", Amount(1, 0))],
+    [([5, 7], "", Amount(1, 12)), (None, "", Amount(1, 30)), (None, "it failed", Amount())],
 )
 def test_the_response_brings_the_headers_and_says_what_was_used(
     num_tokens: list[int] | None, error: str, used: Amount, tmp_path: Path

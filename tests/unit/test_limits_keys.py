@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,11 @@ def test_secrets_differ() -> None:
         (["add", "--tenant", "a b"], "--tenant: String should match pattern"),
         (["add", "--tenant", "b", "--tokens-per-minute", "0"], "--tokens-per-minute: Input should be greater than 0"),
         (["add", "--tenant", "b", "--usd-per-day", "-1"], "--usd-per-day: Input should be greater than 0"),
+        (
+            ["add", "--tenant", "b", "--usd-per-day", "1e-12"],
+            "--usd-per-day: must be at least 0.000000001, the least that is counted (got 1e-12)",
+        ),
+        (["add", "--tenant", "b", "--usd-per-day", "nan"], "--usd-per-day: "),
         (["add", "--tenant", "b", "--deadline-ms", "99999999"], "--deadline-ms: Input should be less than or equal"),
     ],
 )
@@ -80,6 +86,24 @@ def test_a_wrong_order_is_named_and_changes_nothing(
     out, err = capsys.readouterr()
     assert message in err and out == ""
     assert path.read_bytes() == before and os.listdir(path.parent) == [path.name]
+
+
+def test_a_tier_that_does_not_exist_is_refused_or_warned_of(
+    path: Path, artifact: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    add = ("add", "--keys", path, "--tenant", "acme", "--tier", "simple", "--tier", "embedding")
+    served = artifact("scripted")
+    assert keys_command(*add, "--tier", "nosuch", "--artifact", served) == 1
+    out, err = capsys.readouterr()
+    known = "simple, medium, complex, expert, embedding, ocr, stt, tts"
+    assert f"--tier: 'nosuch' is no tier of {served}; one of {known}" in err and out == "" and not path.exists()
+    assert keys_command(*add, "--artifact", served) == keys_command(*add) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert keys_command(*add, "--tier", "nosuch") == 0  # perhaps it is somebody's
+    out, err = capsys.readouterr()
+    assert "warning: --tier: 'nosuch' is none of the usual" in err and "--artifact" in err
+    assert out.startswith("rt-") and len(out.splitlines()) == 1
+    assert keys_command(*add, "--artifact", path.parent / "none") == 1
 
 
 def test_what_a_tenant_allows_is_off_unless_said_and_listed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ from orchestrator.limits.deadline import parse_deadline
 from orchestrator.limits.gate import Gate
 from orchestrator.limits.keys import Keyring, digest_of
 from orchestrator.limits.ledger import Amount, MemoryLedger, Quota, Standing
+from orchestrator.limits.redis_ledger import RedisLedger
 from orchestrator.pipeline import Pipeline
 
 
@@ -97,6 +98,10 @@ class World:
     async def used(self, name: str) -> Amount:
         standing = Standing(Quota(), await self.ledger.reserve(name, Quota(), Amount()))
         return Amount(*(standing.used(kind) for kind in "rtm"))
+
+
+def request_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [line for line in map(json.loads, caplog.messages) if line["event"] == "request"]
 
 
 MakeWorld = Callable[..., World]
@@ -217,8 +222,45 @@ def test_one_that_failed_pays_for_nothing_it_did_not_get(world: World) -> None:
         return found
 
     nothing, something = asyncio.run(work())
-    assert nothing == Amount(1, 0, 0)
-    assert something.tokens > 2
+    assert nothing == Amount()
+    assert something.requests == 0 and something.tokens > 2
+
+
+@pytest.mark.parametrize("store", ["memory", "redis"])
+def test_the_engines_failing_uses_up_no_requests(world: World, request: pytest.FixtureRequest, store: str) -> None:
+    name = f"fails-{store}"
+    world.add(name, requests_per_minute=2, tokens_per_minute=5000, usd_per_day=1.0)
+
+    async def work() -> list[ApiError | None]:
+        if store == "redis":
+            world.ledger = world.gate._ledger = RedisLedger(request.getfixturevalue("redis_url"))  # type: ignore[assignment]
+        errors = [(await world.run(name, {"fail_after": 0}, max_tokens=5)).error for _ in range(4)]
+        assert await world.used(name) == Amount()
+        # What the caller does wrong is a request, however late it is found.
+        world.engines.refusal = "guided_decoding_guide: not this"
+        refused = await world.run(name, {"text": "a"}, max_tokens=5, guided_regex="a")
+        assert isinstance(refused.error, InvalidRequestError) and (await world.used(name)).requests == 1
+        world.engines.refusal = None
+        errors += [(await world.run(name, {"text": "a"}, max_tokens=5)).error for _ in range(2)]
+        await world.ledger.close()
+        return errors
+
+    *failed, good, over = asyncio.run(work())
+    assert all(isinstance(error, EngineError) for error in failed)
+    assert good is None and isinstance(over, RateLimitError)
+
+
+def test_who_shares_a_failing_answer_has_asked_for_nothing(make_world: MakeWorld) -> None:
+    world = make_world(exact_cache())
+    world.add("shares", requests_per_minute=5)
+
+    async def work() -> Amount:
+        script = {"text": "a b c", "first_token_ms": 30, "fail_after": 0}
+        sinks = await asyncio.gather(*(world.run("shares", script, temperature=0) for _ in range(3)))
+        assert all(isinstance(sink.error, EngineError) for sink in sinks)
+        return await world.used("shares")
+
+    assert asyncio.run(work()) == Amount()
 
 
 def test_one_that_never_reached_an_engine_takes_nothing(world: World) -> None:
@@ -383,8 +425,9 @@ def test_an_answer_is_paid_once_and_a_stored_one_is_a_request_without_tokens(sha
     assert stored == together._replace(requests=3)
 
 
-def test_who_hears_the_end_pays_for_who_left(sharing_world: World) -> None:
+def test_who_hears_the_end_pays_for_who_left(sharing_world: World, caplog: pytest.LogCaptureFixture) -> None:
     world = sharing_world
+    caplog.set_level(logging.INFO, "orchestrator.requests")
 
     async def run() -> tuple[Amount, Amount, RecordingSink]:
         for name in ("leaver", "stayer"):
@@ -403,6 +446,38 @@ def test_who_hears_the_end_pays_for_who_left(sharing_world: World) -> None:
     assert sink.text == SLOW["text"] and len(world.engines.requests) == 1
     assert leaver == Amount(1)
     assert stayer.tokens > len(world.engines.requests[0].input_ids)
+    # What he is told, and what is logged, is what he pays.
+    told = sink.events[-1]["rt"]
+    assert told["shared"] and round(told["cost_usd"] * 1e9) == stayer.nano_usd > 0
+    costs = {line["key"]: line["cost_usd"] for line in request_lines(caplog)}
+    assert costs == {"leaver": 0.0, "stayer": told["cost_usd"]}
+
+
+def test_one_payer_is_told_of_the_cost_and_who_shares_of_none(
+    sharing_world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = sharing_world
+    caplog.set_level(logging.INFO, "orchestrator.requests")
+
+    async def run() -> list[RecordingSink]:
+        return list(await asyncio.gather(*(world.run("everything", SLOW, temperature=0) for _ in range(3))))
+
+    told = [sink.events[-1]["rt"]["cost_usd"] for sink in asyncio.run(run())]
+    assert sum(cost > 0 for cost in told) == 1
+    assert sorted(line["cost_usd"] for line in request_lines(caplog)) == sorted(told)
+
+
+@pytest.mark.parametrize(
+    ("script", "num_paid"), [({"fail_after": 0}, 0), ({"text": "a b c d", "fail_after": 2}, 1), ({"text": "a"}, 1)]
+)
+def test_the_log_has_the_cost_that_somebody_was_charged(
+    world: World, caplog: pytest.LogCaptureFixture, script: dict[str, Any], num_paid: int
+) -> None:
+    caplog.set_level(logging.INFO, "orchestrator.requests")
+    asyncio.run(world.run("everything", script, max_tokens=50))
+    (line,) = request_lines(caplog)
+    charged = sum(world.pipeline.spending.nano_usd.values())
+    assert round(line["cost_usd"] * 1e9) == charged and bool(charged) == num_paid
 
 
 def test_a_deadline_ends_one_callers_wait_alone(sharing_world: World) -> None:

@@ -97,13 +97,17 @@ class World:
         return {key: num for key, num in self.monitor.samples.items() if num}
 
 
-def test_an_answer_is_compared_to_the_experts() -> None:
+def test_an_answer_is_compared_to_the_experts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "orchestrator.quality")
+
     async def check() -> None:
         world = World()
         world.offer(world.answered(), world.answered("nonsense"), world.answered("nothing", tier="medium"))
         await world.until(lambda: sum(world.counts.values()) == 3)
         assert world.counts == {("simple", "good"): 1, ("simple", "poor"): 1, ("medium", "poor"): 1}
         assert world.asked == ["expert"] * 3 and world.quality.nano_usd == 3000
+        asked = [line for line in map(json.loads, caplog.messages) if line["event"] == "quality_asked"]
+        assert asked == [{"event": "quality_asked", "tier": "expert", "cost_usd": 1e-6}] * 3
 
     asyncio.run(check())
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_cloud import FakeCloud, Reply, answer, delta, fake_cloud
+from fake_cloud import DONE, FakeCloud, Reply, answer, delta, fake_cloud, usage
 from in_process import RecordingSink
 from test_limits_pipeline import exact_cache
 from tokenizers import Tokenizer
@@ -278,6 +278,7 @@ def test_raw_prompts_are_judged_too_and_token_ids_go_up(world: World) -> None:
     assert world.run("easy", raw=True)["tier"] == "simple"
     sink = asyncio.run(world.ask(raw=True, prompt=[5, 6, 7]))
     assert (rt(sink)["tier"], len(world.classifier.asked)) == ("expert", 1)
+    assert rt(sink)["reason"] == "there is nothing that the classifier reads; so the most capable tier"
 
 
 @pytest.mark.parametrize(("text", "delay_s"), [("easy", 5.0), ("fail", 0.0)])
@@ -309,7 +310,8 @@ def test_a_stored_answer_is_judged_by_nobody_and_says_no_reason(make_world: Make
 def test_a_tier_that_cannot_do_it_is_no_choice(make_world: MakeWorld) -> None:
     world = make_world([TWO[0], make_tier("expert", "large", tool_parser="hermes")])
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert world.run("easy", tools=tools)["tier"] == "expert"
+    found = world.run("easy", tools=tools)
+    assert (found["tier"], found["reason"]) == ("expert", "no other can: simple has no tool parser")
     assert world.failure("easy", tools=tools, model="simple").param == "tools"
     many = make_world([make_tier("simple", "small", context_window=512), TWO[1]])
     assert many.run("easy", min_tokens=60, max_tokens=70)["tier"] == "simple"
@@ -335,6 +337,20 @@ def test_a_long_prompt_goes_up_before_anybody_is_asked(make_world: MakeWorld, ke
     world.add("counted", tokens_per_minute=100_000, usd_per_day=100.0)
     found = world.run(LONG, key, **fields)
     assert (found["tier"], set(world.engines.asked)) == ("expert", {"large"})
+    room = "has no room for prompt and answer"
+    assert found["reason"] == f"no other can: simple {room}, medium {room}"
+    assert world.dispatch.counts.routed == {("expert", "window"): 1}
+
+
+@pytest.mark.parametrize("key", ["everything", "counted"])
+def test_the_reason_names_the_window_of_the_tier_that_would_have_done(make_world: MakeWorld, key: str) -> None:
+    world = make_world([NARROW[0], make_tier("medium", "small", context_window=900), NARROW[2]])
+    world.add("counted", tokens_per_minute=100_000, usd_per_day=100.0)
+    found = world.run("easy", key, max_tokens=500)
+    assert (found["tier"], found["reason"]) == (
+        "medium",
+        "likely to suffice (0.96); simple is cheaper, but has no room for prompt and answer",
+    )
 
 
 def test_the_answer_needs_room_too(make_world: MakeWorld) -> None:
@@ -807,6 +823,55 @@ def test_an_api_that_fails_before_its_first_token(
     assert found["attempts"] == num_asked + 1 and "usage_estimated" not in found
     assert found["reason"].startswith("expert failed before its first token (")
     assert world.dispatch.breaker_states()["expert"] == state
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply([*(delta(f"w{number} ") for number in range(100)), delta(finish="stop"), usage(11, 100), DONE]),
+        Reply([delta("word " * 6000), delta(finish="stop"), usage(11, 6000), DONE]),
+        Reply([delta("Hi"), delta(finish="stop"), usage(200_000, 200_000), DONE]),
+        Reply([delta("word " * 6000, finish="stop"), usage(10**9, 10**9), DONE], end="cut"),
+    ],
+)
+def test_an_api_that_heeds_no_limit_passes_no_quota(make_world: MakeWorld, cloud: FakeCloud, reply: Reply) -> None:
+    cloud.reply = reply
+    tier = cloud_tier(cloud.url)
+
+    async def work() -> tuple[Amount, int, dict[str, Any], Counter[tuple[str, Any]]]:
+        client = HttpCloudClient([tier], {})
+        world = make_world([TWO[0], tier], cloud=client)
+        num_bytes = len(world.call("hard", "cares", model="expert", max_tokens=5)[0].body)
+        most = num_bytes + 5
+        world.add("cares", tokens_per_minute=most, usd_per_day=most * 10 / 1e6)  # just what it may take
+        found = rt(await world.ask("hard", "cares", model="expert", max_tokens=5))
+        await client.close()
+        return await world.used("cares"), most, found, world.dispatch.overruns
+
+    used, most, found, overruns = asyncio.run(work())
+    assert used.requests == 1 and used.tokens <= most and used.nano_usd <= most * 10_000
+    assert found["tokens"] <= 5 and used.nano_usd == round(found["cost_usd"] * 1e9)
+    assert sum(overruns.values()) == 1 and {name for name, _ in overruns} == {"expert"}
+
+
+def test_an_api_known_to_be_too_slow_is_not_asked(make_world: MakeWorld, cloud: FakeCloud) -> None:
+    cloud.reply = Reply([0.2, *answer("from", " afar")])
+    tier = cloud_tier(cloud.url)
+
+    async def work() -> tuple[ApiError, dict[str, Any], dict[str, Any]]:
+        client = HttpCloudClient([tier], {})
+        world = make_world([TWO[0], tier], cloud=client)
+        await world.ask("hard", model="expert")
+        pinned = error_of(await world.ask("hard", model="expert", **{"x-deadline-ms": "100"}))
+        patient = rt(await world.ask("hard", model="expert", **{"x-deadline-ms": "5000"}))
+        elsewhere = rt(await world.ask("hard", **{"x-deadline-ms": "100"}))
+        await client.close()
+        return pinned, patient, elsewhere
+
+    pinned, patient, elsewhere = asyncio.run(work())
+    assert isinstance(pinned, OverloadedError) and pinned.status == 503
+    assert "the deadline cannot be met" in pinned.message and pinned.headers == {"retry-after": "1"}
+    assert (patient["tier"], elsewhere["tier"], len(cloud.got)) == ("expert", "simple", 2)
 
 
 def test_an_api_that_dies_after_its_first_token(make_world: MakeWorld, cloud: FakeCloud) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.routing.complexity import TIERS, Complexity
-from orchestrator.routing.policy import Candidate, Decision, decide, levels
+from orchestrator.routing.policy import Candidate, Decision, Unfit, decide, levels
 
 EASY = Complexity((0.9, 0.06, 0.03, 0.01))
 MIDDLING = Complexity((0.2, 0.6, 0.15, 0.05))
@@ -58,6 +58,40 @@ def test_one_that_cannot_hold_prompt_and_answer_is_passed_over() -> None:  # R04
         "medium",
         "window",
         "likely to suffice (0.96); simple is cheaper, but has no room for prompt and answer",
+    )
+
+
+def test_one_that_cannot_do_what_is_asked_is_named_where_it_would_have_sufficed() -> None:
+    narrow = Unfit("simple", "simple", 0, "window")
+    assert choose(FOUR[1:], EASY, unfit=[narrow]) == (
+        "medium",
+        "window",
+        "likely to suffice (0.96); simple is cheaper, but has no room for prompt and answer",
+    )
+    assert choose(FOUR[1:], EASY, unfit=[narrow._replace(kind="tools")])[1:] == (
+        "tools",
+        "likely to suffice (0.96); simple is cheaper, but has no tool parser",
+    )
+    assert choose(FOUR[1:], EASY, unfit=[narrow._replace(kind="unable", param="min_tokens")])[1:] == (
+        "unable",
+        "likely to suffice (0.96); simple is cheaper, but cannot take min_tokens",
+    )
+    assert choose(FOUR[1:], MIDDLING, unfit=[narrow])[:2] == ("medium", "suffices")  # it would not have been the one
+    out = [FOUR[1]._replace(is_out=True), *FOUR[2:]]
+    assert choose(out, MIDDLING, unfit=[narrow])[:2] == ("complex", "out")
+    assert choose(FOUR[1:], None, mode="unclassified", unfit=[narrow])[1:] == (
+        "window",
+        "there is no classifier here; simple is cheaper, but has no room for prompt and answer",
+    )
+    dear = Unfit("expert", "expert", 3, "tools")
+    assert choose(FOUR[:3], HARD, unfit=[dear])[1:] == (
+        "tools",
+        "may not suffice (0.20); expert would, but has no tool parser",
+    )
+    assert choose(FOUR[:3], EASY, unfit=[dear])[1] == "suffices"
+    assert choose(FOUR[3:], EASY, unfit=[narrow, narrow._replace(tier="medium", kind="tools")])[1:] == (
+        "window",
+        "no other can: simple has no room for prompt and answer, medium has no tool parser",
     )
 
 
@@ -132,6 +166,15 @@ def test_without_a_judgement_it_goes_up() -> None:
     assert choose(FOUR, None)[:2] == ("expert", "unjudged")
     assert choose([*FOUR, tier("cloud", level="expert")], None)[0] == "expert"
     assert choose([*FOUR[:3], tier("expert", is_out=True)], None)[0] == "complex"
+
+
+def test_what_nobody_was_asked_to_judge_was_not_late() -> None:
+    assert choose(FOUR, None)[2] == "the classifier did not judge it in time; so the most capable tier"
+    assert choose(FOUR, None, is_asked=False) == (
+        "expert",
+        "unjudged",
+        "there is nothing that the classifier reads; so the most capable tier",
+    )
 
 
 def test_without_a_classifier_it_is_the_cheapest() -> None:
