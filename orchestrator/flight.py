@@ -91,6 +91,7 @@ class Flight(Waited):
             self._crowd.num -= 1
             self._callers.pop(output, None)
             if not self._callers and not self._is_finished:
+                self.payer = output  # also if he left because he did not read
                 await self.cancel()
 
     def _catch_up(self, output: CallerOutput, answer: Answer) -> None:
@@ -122,7 +123,7 @@ class Flight(Waited):
         except BaseException as error:
             self._has_failed = True
             self._send_new()
-            self.payer = next(iter(self._callers), None)
+            self.payer = next(iter(self._callers), self.payer)
             if self._is_finished:
                 log.exception("after an answer was finished")
             for ended in self._callers.values():
@@ -160,7 +161,7 @@ class Flight(Waited):
     def finish(self) -> None:
         self._send_new()
         self._is_finished = True
-        self.payer = next(iter(self._callers), None)
+        self.payer = next(iter(self._callers), self.payer)
         if self.payer is not None:
             self.payer.is_payer = True
         for output, ended in list(self._callers.items()):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.answer import Answer
-from orchestrator.errors import EngineError
+from orchestrator.errors import EngineError, SlowReaderError
 from orchestrator.flight import MAX_SHARED_EVENTS_PER_S, Crowd, Flight
 from orchestrator.request import parse_request
 from orchestrator.streaming.chunks import Choice
@@ -156,6 +156,28 @@ async def test_what_came_before_an_error_is_sent_before_it() -> None:
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(each, EngineError) for each in ended)
     assert [each.texts for each in outputs] == [["(", "a", "bc"]] * 2
+
+
+@in_a_loop
+async def test_who_is_the_last_to_go_pays_though_his_sink_has_failed() -> None:
+    flight = Flight()
+    (output,), tasks = await board(flight, 1)
+
+    def refuse(choice: Choice, piece: Piece) -> None:
+        raise SlowReaderError("behind")
+
+    output.emit = refuse  # type: ignore[method-assign]
+
+    async def make(flight: Flight) -> None:
+        (choice,) = begin(flight)
+        while not flight.is_cancelled:
+            flight.emit(choice, Piece("a"))
+            await asyncio.sleep(0)
+        flight.raise_if_cancelled()
+
+    await flight.run(make)
+    assert [type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)] == [SlowReaderError]
+    assert flight.payer is output
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 2), st.text("xyz", min_size=1, max_size=3)), max_size=20))
