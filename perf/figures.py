@@ -125,6 +125,32 @@ def _cancel(result: Result) -> list[Figure]:
     ]
 
 
+def _cache_quality(result: Result) -> list[Figure]:
+    alone, english = result["threshold_alone"], result["languages"]["en"]
+    num_misses, num_hits = result["num_misses_due"], english["num_hits_due"]
+    others = ", ".join(f"{name} {each['recall']:.0%}" for name, each in result["languages"].items() if name != "en")
+    wrong = (
+        f"{result['num_false_hits']} ({result['false_hit_rate']:.1%}; a cosine of {alone['threshold']} alone: "
+        f"{alone['num_false_hits']})"
+    )
+    return [
+        Figure(
+            f"wrong answers that the cache serves to {num_misses} near questions that nobody has tuned it on",
+            wrong,
+            result["false_hit_rate"],
+            "≤",
+            0.01,
+        ),
+        Figure(
+            f"of {num_hits} unseen English paraphrases, found",
+            f"{english['recall']:.1%} ({others})",
+            english["recall"],
+            "≥",
+            0.6,
+        ),
+    ]
+
+
 def _cache_speed(result: Result) -> list[Figure]:
     """Of one client with the most entries; the bars are for both stores."""
     most = max(run["entries"] for run in result["runs"])
@@ -290,6 +316,7 @@ FIGURES: dict[str, Callable[[Result], list[Figure]]] = {
     "token-path": _token_path,
     "stagger": _stagger,
     "cancel": _cancel,
+    "cache-quality": _cache_quality,
     "cache-speed": _cache_speed,
     "routing": _routing,
     "voice": _voice,
