@@ -135,7 +135,7 @@ def _cache_quality(result: Result) -> list[Figure]:
     )
     return [
         Figure(
-            f"wrong answers that the cache serves to {num_misses} near questions that nobody has tuned it on",
+            f"wrong answers that the cache serves to {num_misses} unseen near questions",
             wrong,
             result["false_hit_rate"],
             "≤",
