@@ -34,11 +34,13 @@ _ABOUT_WORDS = re.compile(
 )
 _FACE = re.compile(r"[:;=8][-']?[()\[\]/|DPpOo*]")
 _NEGATIVE = re.compile(r"(?<![\w)\].,:/–-])[-−]\d[\d.,]*")
-_MEASURE = re.compile(r"\d ?([a-zA-Z]{1,4}(?:/[a-zA-Z]+)?)(?!\w)")
+_MEASURE = re.compile(r"\d ?([a-zA-Z]{1,4}(?:/[a-zA-Z]+)?)(?![a-zA-Z0-9_])")
+_FLAG = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*", re.ASCII)
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 # "MBps" and "Mbps", "mW" and "MW": longer words are written with capitals as people like it.
 _MAX_UNIT = 4
 _LITTLE = frozenset(("us", "it", "who", "may"))  # and the US, IT, the WHO, May
+_POLITE = frozenset(("sie", "ihnen", "ihr", "ihre", "ihren", "ihrem"))  # German, with a capital: you
 # Both, or one of them: what a list asks for.
 _JOINS = {
     "en": ({"and"}, {"or"}),
@@ -78,7 +80,7 @@ _POLITE_WOULD = re.compile(r"\b(?:i|you|we)(?:'d| would)\b")
 
 
 class Writing(NamedTuple):
-    """One text as it is written; `code` are its pieces of code, negative numbers and signs, sorted."""
+    """One text as it is written; `code` are its pieces of code, flags, negative numbers and signs, sorted."""
 
     code: tuple[str, ...]
     quoted: tuple[str, ...]
@@ -112,7 +114,7 @@ def look_at(text: str) -> Writing:
     are_told_apart = bool(inner) and num_capitals * 2 <= len(inner) and words[0][0].isupper()
     within = re.findall(r"(?<![.?!:]\s)(?<=\s)[A-ZÀ-Þ][\w']*", text) if are_told_apart else []
     return Writing(
-        tuple(sorted([*code, *_NEGATIVE.findall(text), *_signs(text)])),
+        tuple(sorted([*code, *_NEGATIVE.findall(text), *_FLAG.findall(text), *_signs(text)])),
         tuple(_QUOTED.findall(text)),
         (*_ORDER.findall(text), *([text] if _ABOUT_WORDS.search(text) else [])),
         tuple(_MEASURE.findall(text)),
@@ -130,7 +132,7 @@ def rejecting_writing(cached: str, asked: str, language: str) -> str | None:
         return "identifier"
     if _differ_where_both(one.quoted, other.quoted) or _differ_where_both(one.object, other.object):
         return "words"
-    if _differ_in_units(one, other):
+    if _differ_in_units(one, other, language):
         return "identifier"
     if language == "en" and (_differ_in_names(one, other) or _differ_in_names(other, one)):
         return "name"
@@ -155,8 +157,8 @@ def _differ_where_both(texts: tuple[str, ...], others: tuple[str, ...]) -> bool:
     return bool(mine and theirs) and mine != theirs
 
 
-def _differ_in_units(one: Writing, other: Writing) -> bool:
-    if one.minds_capitals and other.minds_capitals:
+def _differ_in_units(one: Writing, other: Writing, language: str) -> bool:
+    if language == "zh" or (one.minds_capitals and other.minds_capitals):
         measures = {measure.lower(): measure for measure in other.measures}
         if any(measures.get(measure.lower(), measure) != measure for measure in one.measures):
             return True
@@ -184,6 +186,8 @@ def _differ_in_names(named: Writing, plain: Writing) -> bool:
 
 def _differ_in_nouns(one: Writing, other: Writing) -> bool:
     """ "Das Wort Weise", "das Wort weise": where nouns have capitals on both sides."""
+    if one.minds_capitals and other.minds_capitals and not one.capitals & _POLITE <= other.capitals:
+        return not (one.capitals & _POLITE).isdisjoint(other.lowered)
     return bool(other.capitals) and not (one.capitals - one.lowered).isdisjoint(other.lowered - other.capitals)
 
 
