@@ -252,7 +252,9 @@ class Pipeline:
         if query is None or job.is_limited:  # by this key's quotas, to what others would not get
             return self._flights.start(None, make, keeps_pieces=False)
         must_hold = ride.key is not None and ride.key.hold_flagged
-        name = None if query.control.no_cache else (query.identity.exact_key, query.control, must_hold)
+        # Of an API's prompt the size of the body is all that is known: whoever comes to pay has reserved by his own.
+        size = len(ride.call.body) if any(tier.cloud is not None for tier in job.tiers) else 0
+        name = None if query.control.no_cache else (query.identity.exact_key, query.control, must_hold, size)
         flight = self._flights.find(name)
         if flight is not None:
             ride.call.stages.enter("share")

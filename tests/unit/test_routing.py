@@ -854,6 +854,36 @@ def test_an_api_that_heeds_no_limit_passes_no_quota(make_world: MakeWorld, cloud
     assert sum(overruns.values()) == 1 and {name for name, _ in overruns} == {"expert"}
 
 
+def test_who_comes_to_pay_for_an_apis_answer_has_reserved_as_much(make_world: MakeWorld, cloud: FakeCloud) -> None:
+    """The first caller's body is as long as he likes, and he leaves."""
+    cloud.reply = Reply([delta("from"), 1.0, delta(" afar", finish="stop"), usage(10**9, 2), DONE])
+    patient = Cloud(base_url=cloud.url, model="m", first_token_timeout_s=10.0, token_timeout_s=10.0)
+    tier = cloud_tier(cloud.url).model_copy(update={"cloud": patient})
+
+    async def work() -> tuple[Amount, int, RecordingSink]:
+        client = HttpCloudClient([tier], {})
+        world = make_world([TWO[0], tier], cloud=client, cache=exact_cache())
+        fields = {"model": "expert", "temperature": 0, "max_tokens": 5}
+        first, sink = world.call("hard", **fields, stream=False)
+        first.body += b" " * 5000
+        most = len(first.body) - 5000 + 5
+        world.add("cares", tenant="everything-tenant", tokens_per_minute=most)
+        leaves = asyncio.create_task(world.pipeline.run(first))
+        while not cloud.got:
+            await asyncio.sleep(0.001)
+        stays = asyncio.create_task(world.ask("hard", "cares", **fields, stream=False))
+        while len(cloud.got) < 2 and not stays.done():  # each is asked for apart
+            await asyncio.sleep(0.001)
+        await first.cancel()
+        await leaves
+        sink = await stays
+        await client.close()
+        return await world.used("cares"), most, sink
+
+    used, most, sink = asyncio.run(work())
+    assert sink.text == "from afar" and used.requests == 1 and 0 < used.tokens <= most
+
+
 def test_an_api_known_to_be_too_slow_is_not_asked(make_world: MakeWorld, cloud: FakeCloud) -> None:
     cloud.reply = Reply([0.2, *answer("from", " afar")])
     tier = cloud_tier(cloud.url)
