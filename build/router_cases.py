@@ -135,7 +135,7 @@ def compare(
 def _hold_out(rows: Sequence[Labelled], is_before: npt.NDArray[np.bool_], seed: int) -> npt.NDArray[np.bool_]:
     """One part of the rows, with rows from before and cases in it, and such left to train on."""
     folds = assign_folds(rows, NUM_PARTS, seed)
-    parts = [folds == part for part in range(NUM_PARTS)]
+    parts: list[npt.NDArray[np.bool_]] = [folds == part for part in range(NUM_PARTS)]
     parts = [part for part in parts if (part & is_before).any() and (~part & is_before).any()]
     if not parts:
         raise BuildError(f"--add: {is_before.sum()} rows from before are too few to hold out one part in {NUM_PARTS}")

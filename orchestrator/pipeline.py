@@ -381,7 +381,7 @@ def measure(ride: Ride) -> Amount:
 def most_of(job: Job, sized: Sequence[Sized]) -> list[Amount]:
     """The most that the request may take of all tiers, then without the dearest, and so on to the cheapest alone."""
     amounts: list[Amount] = []
-    for tier, num_prompt, num_answer, input_ids in sized:
+    for tier, num_prompt, num_answer, input_ids, _ in sized:
         if input_ids is None:  # an API has a tokenizer of its own; no token is shorter than a byte
             num_prompt = min(job.num_bytes, tier.context_window)
         else:
