@@ -26,7 +26,7 @@ from build.errors import BuildError
 from build.fetch import cache_folder, fetch, sha256
 from build.model_rows import ComplexityRow
 from build.router_adapter import Adapter, Floats, read_adapter, write_adapter
-from build.router_cases import compare, read_cases, roll_back, take_over
+from build.router_cases import compare, keep_cases, read_cases, read_kept, roll_back, take_over
 from build.router_data import Labelled, assign_folds, read_labelled
 from build.router_scores import choose_temperature, score, soft_max
 from build.rows import HERE
@@ -120,12 +120,22 @@ def _keep(output: Path, origin: dict[str, Any]) -> dict[str, Any]:
 def _retrain(files: Sequence[Path], data: Path, output: Path, settings: Settings) -> None:
     from build.router_training import Trainer
 
-    before = read_labelled(data)
+    in_use = read_adapter(output) if output.exists() else None
+    kept = read_kept(in_use, output)
+    before = [*read_labelled(data), *kept]
     cases = read_cases(files, before)
     rows = [*before, *cases]
     encoder, sequences = _prepare(rows)
     trainer = Trainer(encoder, settings)
-    found = compare(trainer, sequences, rows, len(before), settings.seed, partial(_progress, settings=settings))
+    found = compare(
+        trainer,
+        sequences,
+        rows,
+        len(before),
+        settings.seed,
+        partial(_progress, settings=settings),
+        None if in_use is None else in_use.tensors,
+    )
     print(f"{len(cases)} cases; {found.describe()}")
     if not found.is_better:
         print(f"{output}: stays as it is")
@@ -134,6 +144,7 @@ def _retrain(files: Sequence[Path], data: Path, output: Path, settings: Settings
     training = {
         **_origin(data, rows, settings),
         "added_sha256": [sha256(file) for file in files],
+        "cases": keep_cases([*kept, *cases], output),
         "temperature": found.temperature,
         "held_out": found.new.rounded(),
         "tiers": list(TIERS),

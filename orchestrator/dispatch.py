@@ -47,16 +47,26 @@ RETRY_DELAY_S = 0.1
 Classify = Callable[[Sequence[Turn]], Coroutine[Any, Any, Complexity | None]]
 
 
+class Shorter(NamedTuple):
+    """What compression has made of a request. Without `input_ids` the tokens saved are an estimate."""
+
+    request: ChatRequest
+    input_ids: list[int] | None
+    num_saved_tokens: int
+
+
 class Sized(NamedTuple):
     """A tier that can do what is asked: the tokens of the prompt, and of the longest answer each choice may get.
 
-    Without `input_ids` the prompt's are an estimate: only an engine's tokenizer is known.
+    Without `input_ids` the prompt's are an estimate: only an engine's tokenizer is known. A prompt that fits the tier's
+    window only when compressed is `shorter` already, and its tokens and ids are those.
     """
 
     tier: Tier
     num_prompt_tokens: int
     num_answer_tokens: int
     input_ids: list[int] | None
+    shorter: Shorter | None = None
 
 
 @dataclass
@@ -167,7 +177,17 @@ class Dispatch:
         input_ids = job.prompts.get(tokenizer)
         if input_ids is None:
             input_ids = job.prompts[tokenizer] = await tokenize(request, tokenizer, job.num_bytes)
-        build_engine_request(request, tier, input_ids, None)  # raises what the engine would be spared
+        try:
+            build_engine_request(request, tier, input_ids, None)  # raises what the engine would be spared
+        except InvalidRequestError as error:
+            shorter = await self._shorten(job, tier, len(input_ids))
+            if shorter is None or shorter.input_ids is None:
+                raise
+            try:
+                build_engine_request(shorter.request, tier, shorter.input_ids, None)
+            except InvalidRequestError:
+                raise error from None  # of what the caller sent
+            return Sized(tier, len(shorter.input_ids), num_answer, shorter.input_ids, shorter)
         return Sized(tier, len(input_ids), num_answer, input_ids)
 
     def start_judging(self, job: Job) -> asyncio.Task[Complexity | None] | None:
@@ -262,33 +282,37 @@ class Dispatch:
     async def _begin(self, job: Job, sized: Sized) -> Answer:
         """The empty answer, of a shorter prompt where the tier has them compressed."""
         answer = Answer(job.request, sized.tier, job.num_bytes, input_ids=sized.input_ids)
-        rules, request = sized.tier.compression, job.request
-        if rules is None or self._embed is None or sized.num_prompt_tokens <= rules.min_tokens:
-            return answer
+        shorter = sized.shorter or await self._shorten(job, sized.tier, sized.num_prompt_tokens)
+        if shorter is not None:
+            answer.request, answer.input_ids, answer.num_saved_tokens = shorter
+            self.counts.saved[sized.tier.name] += answer.num_saved_tokens
+        return answer
+
+    async def _shorten(self, job: Job, tier: Tier, num_prompt_tokens: int) -> Shorter | None:
+        """The request with a compressed prompt; None where the tier's are not, or there is nothing to leave out."""
+        rules, request = tier.compression, job.request
+        if rules is None or self._embed is None or num_prompt_tokens <= rules.min_tokens:
+            return None
         if not isinstance(request, ChatRequest):
-            return answer
-        tokenizer = self._way.tokenizers.get(sized.tier.name)
+            return None
+        tokenizer = self._way.tokenizers.get(tier.name)
 
         def count(text: str) -> int:
             return len(tokenizer.encode(text)) if tokenizer else -(-len(text.encode()) // BYTES_PER_TOKEN)
 
         messages = await compress(request.messages, rules, self._embed, count)
         if messages is None:
-            return answer
-        answer.request = request.model_copy(update={"messages": messages})
+            return None
+        shorter = request.model_copy(update={"messages": messages})
         if tokenizer is None:
-            answer.num_saved_tokens = sum(map(count, map(Message.text, request.messages))) - sum(
-                map(count, map(Message.text, messages))
-            )
-        else:
-            answer.input_ids = await tokenize(answer.request, tokenizer, job.num_bytes)
-            answer.num_saved_tokens = sized.num_prompt_tokens - len(answer.input_ids)
-        self.counts.saved[sized.tier.name] += answer.num_saved_tokens
-        return answer
+            before, after = (sum(map(count, map(Message.text, each.messages))) for each in (request, shorter))
+            return Shorter(shorter, None, before - after)
+        input_ids = await tokenize(shorter, tokenizer, job.num_bytes)
+        return Shorter(shorter, input_ids, num_prompt_tokens - len(input_ids))
 
     def _decide(self, job: Job, sized: Sequence[Sized], complexity: Complexity | None, *, is_asked: bool) -> Decision:
         candidates = []
-        for tier, num_prompt, num_answer, _ in sized:
+        for tier, num_prompt, num_answer, *_ in sized:
             backend = self._backends[tier.backend]
             candidates.append(
                 Candidate(

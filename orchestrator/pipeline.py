@@ -386,7 +386,7 @@ def measure(ride: Ride) -> Amount:
 def most_of(job: Job, sized: Sequence[Sized]) -> list[Amount]:
     """The most that the request may take of all tiers, then without the dearest, and so on to the cheapest alone."""
     amounts: list[Amount] = []
-    for tier, num_prompt, num_answer, input_ids in sized:
+    for tier, num_prompt, num_answer, input_ids, _ in sized:
         if input_ids is None:
             num_prompt = max_prompt_tokens(job.num_bytes, tier)
         else:

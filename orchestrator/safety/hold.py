@@ -1,4 +1,8 @@
-"""Holds an answer back, sentence by sentence, until the filter has seen what is about to be sent."""
+"""Holds an answer back, sentence by sentence, until the filter has seen what is about to be sent.
+
+A sentence's end, or the cut through what has none, is no place to send up to while something may have begun before it
+that the next characters make whole: part of a secret would be out.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ class Held:
         text = self._texts.setdefault(choice.index, _Text())
         if not text.is_over:
             text.held.append(piece)
-            self._release(choice, text, text.find_end())
+            self._release(choice, text, text.find_end(self._safety))
 
     def end_choice(self, choice: Choice, finish_reason: str) -> None:
         text = self._texts.setdefault(choice.index, _Text())
@@ -73,8 +77,10 @@ class Held:
             return
         pieces, text.held = text.held[:num_pieces], text.held[num_pieces:]
         coming = "".join(map(read_piece, pieces))
-        # What began in what was sent already ends here at the latest.
-        if findings := [each for each in self._safety.find(text.sent + coming) if each.end > len(text.sent)]:
+        begun = text.sent + coming
+        # With what follows: the filter must not take the cut for the text's end.
+        found = self._safety.find(begun + "".join(map(read_piece, text.held)))
+        if findings := [each for each in found if each.end > len(text.sent) and each.start < len(begun)]:
             self.findings += findings
             self._flag(choice, text)
             return
@@ -100,8 +106,8 @@ class _Text:
         self.sent = ""
         self.is_over = False
 
-    def find_end(self) -> int:
-        """How many of the held pieces are whole sentences, one cut in two for it if need be.
+    def find_end(self, safety: SafetyFilter) -> int:
+        """How many of the held pieces are whole sentences with nothing open in them, one cut in two if need be.
 
         Tool calls wait for the end of the choice.
         """
@@ -110,9 +116,12 @@ class _Text:
             plain = self.held[:first_call]
         text = "".join(piece.text for piece in plain)
         ends = [match.end() for match in _END.finditer(text)]
-        reach = ends[-1] if ends else 0
+        if not ends and len(text) <= MAX_HELD_CHARACTERS:
+            return 0
+        decided = safety.find_open(self.sent + text) - len(self.sent)
+        reach = max((end for end in ends if end <= decided), default=0)
         if not reach and len(text) > MAX_HELD_CHARACTERS:
-            reach = text.rfind(" ") + 1 or len(text)
+            reach = text.rfind(" ", 0, max(decided, 0)) + 1 or max(decided, 0)
         num, start = 0, 0
         for piece in plain:
             if start + len(piece.text) > reach:

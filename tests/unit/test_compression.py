@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from orchestrator.compression import MAX_PASSAGES, compress, split
 from orchestrator.config import Compression
+from orchestrator.errors import InvalidRequestError
 from orchestrator.request import Message
 
 __all__ = ["make_world"]  # a fixture
@@ -151,6 +152,19 @@ def test_a_tier_gets_the_shorter_prompt(make_world: MakeWorld, tokenizer: Tokeni
 def test_a_short_prompt_is_left_alone(make_world: MakeWorld) -> None:
     world = make_world([make_tier("simple", "small", compression=Compression(keep=0.5))], embed=embed)
     assert "prompt_tokens_saved" not in world.run(**TALK)
+
+
+@pytest.mark.parametrize("model", ["simple", "auto"])
+def test_a_prompt_that_fits_only_when_compressed_is(make_world: MakeWorld, model: str) -> None:
+    rules = Compression(keep=0.5, min_tokens=20)
+    tier = make_tier("simple", "small", compression=rules, context_window=75)
+    facts = make_world([tier], embed=embed).run(**TALK, model=model, max_tokens=2)
+    assert facts["input_tokens"] <= 73 < facts["input_tokens"] + facts["prompt_tokens_saved"]
+    told = facts["input_tokens"] + facts["prompt_tokens_saved"]  # as it was sent
+    for changed in ({"context_window": 30}, {"compression": None}):
+        error = make_world([tier.model_copy(update=changed)], embed=embed).failure(**TALK, model=model, max_tokens=2)
+        assert isinstance(error, InvalidRequestError)
+        assert f"messages: the prompt's {told} tokens" in error.to_message()
 
 
 TEXTS = st.lists(

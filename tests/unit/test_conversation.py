@@ -65,6 +65,35 @@ def test_a_long_past_is_cut_at_the_turn_that_no_longer_fits(reader: Conversation
     assert found.count(GAP) == num_parts  # each cut, none in half
 
 
+@pytest.mark.parametrize(
+    ("says", "task"),
+    [
+        (["prove", "go"], 0),
+        (["b" * 70, "prove it", "go on"], 0),
+        (["b" * 70, "c" * 60, "and more of this"], 1),
+        (["ok", "go", "do"], 2),
+    ],
+)
+def test_the_task_stays_in_when_the_past_is_too_long(reader: ConversationReader, says: list[str], task: int) -> None:
+    long = Turn("assistant", "a" * 100)
+    past = [turn for each in says for turn in (Turn("user", each), *[long] * 3)]
+    past += [long] * 9
+    found = reader.read([*past, Turn("user", "go")]).tolist()
+    room = MAX_EARLIER_TOKENS
+    text = says[task] if len(says[task]) < room else ""
+    part = (
+        [*tokens("user:"), *tokens(text), END] if text else [GAP, *[IDS[says[task][0]]] * (room - room // 2 - 1), END]
+    )
+    assert found[-len(part) :] == part
+    assert found.count(END) > 3 and len(found) <= MAX_TOKENS
+
+
+def test_a_task_in_the_window_changes_nothing(reader: ConversationReader) -> None:
+    turns = [Turn("user", "a" * 100)] * 50 + [Turn("user", "go")]
+    found = reader.read(turns).tolist()
+    assert found == reader.read(turns[-8:]).tolist() and found.count(END) < 8
+
+
 words = st.text(alphabet=LETTERS + "  é字\n", max_size=400)
 turns = st.lists(
     st.builds(Turn, st.sampled_from(["system", "user", "assistant", "tool"]), words), min_size=1, max_size=9

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +14,33 @@ from typing import Any
 import numpy as np
 import pytest
 
+from build import router
 from build.__main__ import main
 from build.errors import BuildError
 from build.router_adapter import Adapter, read_adapter, write_adapter
-from build.router_cases import Comparison, compare, previous, read_cases, roll_back, take_over
+from build.router_cases import (
+    Comparison,
+    cases_file,
+    compare,
+    group_near_copies,
+    previous,
+    read_cases,
+    read_kept,
+    roll_back,
+    take_over,
+)
 from build.router_data import Labelled
 from build.router_scores import Scores
 
 
 def row(text: str, tier: str = "simple", **fields: Any) -> Labelled:
     return Labelled.model_validate({"messages": [{"role": "user", "content": text}], "tier": tier, **fields})
+
+
+def words_of(seed: int) -> str:
+    """A text unlike that of any other seed."""
+    digest = hashlib.sha256(f"{seed}".encode()).digest()
+    return "".join(chr(ord("a") + byte % 26) for byte in digest)
 
 
 def scores(accuracy: float, under2_rate: float = 0.0) -> Scores:
@@ -97,6 +118,70 @@ def test_too_few_rows_to_hold_some_out_are_told() -> None:
         compare(None, [], [row("a"), row("b")], 1, 0, lambda what: lambda epoch, loss: None)  # type: ignore[arg-type]
 
 
+def test_near_copies_are_held_out_together() -> None:
+    """Also with those from before, whose own groups stay whole."""
+    before = [row("base question of some length", group="g"), row("what is 7 plus 8?", group="g"), row("another")]
+    cases = [*(row(f"What is {number} plus {number * 3}?") for number in range(60)), row("哪座城市是法国的首都?")]
+    groups = [each.group for each in group_near_copies([*before, *cases], len(before))]
+    assert len(set(groups[3:63])) == 1 and groups[3] == groups[0] == groups[1]
+    assert len({groups[0], groups[2], groups[63]}) == 3
+    rows = [*(row(text) for text in "abcdefghij"), *cases[:60]]
+    with pytest.raises(BuildError, match="the 60 cases are too alike to train on some and judge by others"):
+        compare(None, [], rows, 10, 0, lambda what: lambda epoch, loss: None)  # type: ignore[arg-type]
+
+
+def test_the_adapter_in_use_must_be_beaten_on_the_cases() -> None:
+    better = (scores(0.7), scores(0.8), scores(0.8), scores(0.8), 1.0)
+    assert Comparison(*better, scores(0.5), scores(0.6)).is_better
+    assert not Comparison(*better, scores(0.6), scores(0.6)).is_better
+    assert not Comparison(*better, scores(0.5, 0.0), scores(0.6, 0.1)).is_better
+    assert "10 cases 50.0% by the adapter in use and 60.0%" in Comparison(*better, scores(0.5), scores(0.6)).describe()
+
+
+class Knowing:
+    """A trainer whose classifier knows the rows that it was taught, and those of the tier that most of them had."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def train(self, sequences: Any, labels: list[int], report: object) -> dict[str, Any]:
+        known = np.full(4, -1, np.float32)
+        known[sorted(set(labels))] = 1
+        return {"head.0.bias": known}
+
+    def predict(self, tensors: dict[str, Any], sequences: Any) -> Any:
+        known = tensors["head.0.bias"]
+        return np.array([np.eye(4)[each[1] if known[each[1]] > 0 else 0] * 9 for each in sequences], np.float32)
+
+
+def test_a_second_addition_forgets_nothing_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = dataclasses.make_dataclass("Settings", [("num_epochs", int, 1), ("seed", int, 0)])
+    training = types.SimpleNamespace(Settings=settings, Trainer=Knowing)
+    monkeypatch.setitem(sys.modules, "build.router_training", training)
+    monkeypatch.setattr(router, "_origin", lambda data, rows, settings: {"rows": len(rows)})
+    monkeypatch.setattr(
+        router, "_prepare", lambda rows: (None, [np.array([place, row.label]) for place, row in enumerate(rows)])
+    )
+
+    output = tmp_path / "adapter.safetensors"
+    write_adapter(Adapter({"head.0.bias": np.array([1, -1, -1, -1], np.float32)}, {"temperature": 1.0}), output)
+    data = write(tmp_path / "data.jsonl", *(row(words_of(each)) for each in range(100)))
+    first = write(tmp_path / "a.jsonl", *(row(words_of(each), "medium") for each in range(100, 140)))
+    second = write(tmp_path / "b.jsonl", *(row(words_of(each), "complex") for each in range(140, 180)))
+    command = ["router", f"--data={data}", f"--output={output}", "--add"]
+    assert main([*command, str(first)]) == 0
+    assert read_adapter(output).training["rows"] == 140
+    assert cases_file(output).stat().st_mode & 0o777 == 0o600
+    assert main([*command, str(second)]) == 0
+    assert read_adapter(output).training["rows"] == 180
+    assert read_adapter(output).tensors["head.0.bias"].tolist() == [1, 1, 1, -1]
+    assert main([*command, str(first)]) == 1  # nothing that is not known
+    roll_back(output)
+    assert len(read_kept(read_adapter(output), output)) == 40
+    cases_file(output).write_text("")
+    with pytest.raises(BuildError, match="has not the 40 cases .* put the file back"):
+        read_kept(read_adapter(output), output)
+
+
 # --- a training ----------------------------------------------------------------------------------------------
 
 
@@ -125,7 +210,7 @@ def test_cases_that_help_take_over_and_wrong_ones_do_not(are_right: bool) -> Non
         told[num_before:] = randomness.integers(0, 3, num_cases).tolist()
         labels[num_before:] = [tiers[(each + 2) % 3] for each in told[num_before:]]
     sequences = [np.append(randomness.integers(4, 30, 5), each).astype(np.int32) for each in told]
-    rows = [row(f"question {number}", label) for number, label in enumerate(labels)]
+    rows = [row(words_of(number), label) for number, label in enumerate(labels)]
     report: Callable[[str], Callable[[int, float], None]] = lambda what: lambda epoch, loss: None  # noqa: E731
     found = compare(trainer, sequences, rows, num_before, 0, report)
     assert found.is_better == are_right, found.describe()

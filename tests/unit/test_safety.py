@@ -18,6 +18,7 @@ from orchestrator.request import ChatRequest
 from orchestrator.safety.check import PART_CHARACTERS, find_all
 from orchestrator.safety.hold import FINISH_REASON, MAX_HELD_CHARACTERS, FlaggedError, Held
 from orchestrator.safety.rules import MAX_CHARACTERS, Finding, RuleFilter, find_cards, has_check_digit
+from orchestrator.stages import Stage
 from orchestrator.streaming.chunks import Choice
 from orchestrator.streaming.log_probs import TokenLogProb
 from orchestrator.streaming.text import Piece
@@ -41,6 +42,8 @@ SECRETS = {
     "sendgrid_key": "SG." + "a" * 22 + "." + "b" * 43,
     "jwt": "eyJ" + "hbGciOiJIUzI1NiJ9" + ".eyJ" + "zdWIiOiIxMjM0NTY3ODkwIn0" + ".s" * 8,
     "our_key": "rt-" + "k" * 43,
+    "twilio_key": "SK" + "0123456789abcdef" * 2,
+    "aws_secret": "secretAccessKey: " + "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
 }
 
 
@@ -80,6 +83,14 @@ def test_our_own_keys_are_among_them() -> None:
         "In 2019 2020 2021 2022 it rained.",
         "4111 1111 1111 1112",
         "1234567890123456",
+        "secret_key = da39a3ee5e6b4b0d3255bfef95601890afd80709",
+        "commit 5c529461aa3b9f0d8f3f8a2b9d4e1c0a7b6f5e4d, tree 4b825dc642cb6eb9a060e54bf8d69288fbee4904",
+        "sha256 9f86d081884c7d659a2feaa822ad015a3bf4f1b2b0b822cd15d6c15b0f00a08, SKU SK0123456789",
+        "The secret key: to keep at it every day, whatever the weather and the company may say.",
+        "4000\n4010\n4020\n4030\n4040\n4050\n4060\n4070\n4080\n4090\n4100\n4110",
+        "2019.2020.2021.2022 and 3.1415.9265, 2024.01.01, 192.168.0.1:8080",
+        "| 4512  4513  4514  4515  4516  4517  4518  4519  4520 |",
+        "It grew from 4111\nto 5111\nand 6111.",
     ],
 )
 def test_what_only_looks_like_a_secret_is_left_alone(text: str) -> None:
@@ -100,6 +111,17 @@ def test_what_only_looks_like_a_secret_is_left_alone(text: str) -> None:
         "3530\u00a01113\u00a03330\u00a00000",
         "6011 1111 1111 1117",
         "6200000000000005",
+        "4111\n1111\n1111\n1111",
+        "4111  1111  1111  1111",
+        "4111.1111.1111.1111",
+        "4111/1111/1111/1111",
+        "4111\u20111111\u20111111\u20111111",
+        "4111\u202f1111\u202f1111\u202f1111",
+        "3782  822463  10005",
+        "".join(chr(0xFF10 + int(digit)) for digit in "4111111111111111"),
+        "6759649826438453",
+        "5018 0000 0009",
+        "2200 0000 0000 0004",
     ],
 )
 def test_card_numbers_are_found(number: str) -> None:
@@ -191,6 +213,8 @@ class Recorder:
         self.reasons: dict[int, str] = {}
         self.is_finished = False
 
+    def enter(self, stage: Stage) -> None: ...
+
     def begin(self, answer: Answer, answer_id: str) -> None:
         answer.choices = [Choice(index) for index in range(answer.request.num_choices)]
 
@@ -212,10 +236,10 @@ class Recorder:
     def raise_if_cancelled(self) -> None: ...
 
 
-def begin(num_choices: int = 1) -> tuple[Recorder, Held, Sequence[Choice]]:
+def begin(num_choices: int = 1, words: Sequence[str] = ()) -> tuple[Recorder, Held, Sequence[Choice]]:
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "q"}], "n": num_choices})
     answer, recorder = Answer(request, TIER), Recorder()
-    held = Held(recorder, RuleFilter())
+    held = Held(recorder, RuleFilter(words))
     held.begin(answer, "id")
     return recorder, held, answer.choices
 
@@ -281,6 +305,79 @@ def test_what_never_ends_goes_in_parts() -> None:
         held.emit(choice, Piece("ab "))
     assert len("".join(recorder.sent)) >= 2 * MAX_HELD_CHARACTERS
     assert len(held._texts[0].held) * 3 <= MAX_HELD_CHARACTERS + 3
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 50])
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "a," * (MAX_HELD_CHARACTERS // 2 - 15),
+        "x" * (MAX_HELD_CHARACTERS - 30) + '"',
+        "item " * (MAX_HELD_CHARACTERS // 5 - 3),
+        "item " * (MAX_HELD_CHARACTERS // 5 - 2),
+        "Fine. " * 9,
+    ],
+    ids=["alone", "commas", "token", "spaces", "more spaces", "sentences"],
+)
+@pytest.mark.parametrize(
+    "flagged",
+    [
+        *SECRETS.values(),
+        CARD,
+        CARD.replace(" ", "\n"),
+        CARD.replace(" ", "."),
+        "Dr. Evil",
+        "top secret\nproject",
+        "No! Way? Out",
+    ],
+)
+def test_no_part_of_what_is_flagged_is_sent(flagged: str, before: str, size: int) -> None:
+    recorder, held, (choice,) = begin(words=("dr. evil", "top secret project", "no! way? out"))
+    text = f"{before}{flagged} and more"
+    with pytest.raises(FlaggedError):
+        for start in range(0, len(text), size):
+            held.emit(choice, Piece(text[start : start + size]))
+        held.end_choice(choice, "stop")
+    assert before.startswith("".join(recorder.sent))
+    assert recorder.reasons == {0: FINISH_REASON}
+
+
+def test_a_token_without_an_end_goes_late_and_the_secret_behind_it_not_at_all() -> None:
+    recorder, held, (choice,) = begin()
+    for _ in range(3 * MAX_HELD_CHARACTERS):
+        held.emit(choice, Piece("aB3"))
+        assert sum(len(piece.text) for piece in held._texts[0].held) <= MAX_HELD_CHARACTERS + 3
+    assert len("".join(recorder.sent)) > 7 * MAX_HELD_CHARACTERS
+    with pytest.raises(FlaggedError):
+        for char in f"/{SECRETS['our_key']} ":
+            held.emit(choice, Piece(char))
+        held.end_choice(choice, "stop")
+    assert "rt-" not in "".join(recorder.sent)
+
+
+@given(
+    st.lists(
+        st.sampled_from([*SECRETS.values(), CARD, "Dr. Evil", "a", " ", ". ", "\n", "4", "41 ", "secret ", "Dr. "]),
+        max_size=40,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_however_it_is_dealt_out_nothing_flagged_gets_out(parts: list[str], chance: random.Random) -> None:
+    text, safety = "".join(parts), RuleFilter(("dr. evil",))
+    recorder, held, (choice,) = begin(words=("dr. evil",))
+    start = 0
+    try:
+        while start < len(text):
+            end = start + chance.randint(1, 30)
+            held.emit(choice, Piece(text[start:end]))
+            start = end
+        held.end_choice(choice, "stop")
+    except FlaggedError:
+        pass
+    first = min((each.start for each in safety.find(text)), default=len(text))
+    assert text.startswith(sent := "".join(recorder.sent)) and len(sent) <= first
+    assert (recorder.reasons == {0: "stop"}) == (first == len(text))
 
 
 def test_one_choice_ends_and_the_other_goes_on() -> None:
