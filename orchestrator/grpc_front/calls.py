@@ -277,7 +277,7 @@ class Server(cygrpc.AioServer):  # type: ignore[misc]
 
 
 def _address(peer: str) -> str:
-    """Of gRPC's `ipv4:127.0.0.1:4711` what its owner cannot change at will; of `ipv6:%5B::1%5D:4711` that is the /64."""
+    """Of gRPC's `ipv4:127.0.0.1:4711` what its owner cannot change at will; of `ipv6:%5B::1%5D:4711` the /64."""
     kind, _, rest = unquote(peer).partition(":")
     host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
     if kind != "ipv6":
