@@ -4,6 +4,7 @@ python examples/grpc_stream.py "What is the capital of France?" --url 127.0.0.1:
 """
 
 import argparse
+import contextlib
 import json
 import queue
 import sys
@@ -24,8 +25,9 @@ def stream(url: str, request: dict, ca: str | None = None, headers: dict[str, st
         body = triton.InferInput("request", [1], "BYTES")
         body.set_data_from_numpy(np.array([json.dumps(request)], dtype=np.object_))
         # The empty final response tells when a decoupled model has said everything.
-        client.async_stream_infer("orchestrator", [body], enable_empty_final_response=True)
         try:
+            with contextlib.suppress(triton.InferenceServerException):  # refused already; the callback is told why
+                client.async_stream_infer("orchestrator", [body], enable_empty_final_response=True)
             while True:
                 result, error = responses.get(timeout=600)
                 if error:
@@ -55,8 +57,12 @@ def main() -> None:
             if "rt" in event:
                 print("\n" + json.dumps(event["rt"]))
     except triton.InferenceServerException as error:
-        hint = f"\nfix: is the server up, and its gRPC front at {args.url}? (--url)"
-        sys.exit(f"error: {error.message()}{hint if error.status() == 'StatusCode.UNAVAILABLE' else ''}")
+        hint = ""
+        if error.status() == "StatusCode.UNAVAILABLE":
+            hint = f"\nfix: is the server up, and its gRPC front at {args.url}? (--url)"
+            if "restricted" in error.message():
+                hint = f"\nfix: {args.url} is Triton's own port, which is locked; --url takes the gRPC front's (9001)"
+        sys.exit(f"error: {error.message()}{hint}")
 
 
 if __name__ == "__main__":

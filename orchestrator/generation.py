@@ -166,9 +166,11 @@ class Generation:
             choice.num_tokens = limit if is_cut else min(len(self._tokenizer.encode(said)), limit)
             ended_by_id = not is_cut
         at_limit = choice.num_tokens >= limit and not ended_by_id and not text.is_stopped
-        if text.is_cut and not at_limit:
+        if text.is_cut and not at_limit and not text.is_stopped:
             raise EngineError("the model's tool call ended before its arguments did; ask again")
-        self._output.end_choice(choice, "length" if at_limit else "tool_calls" if choice.calls else "stop")
+        # A call that the caller's stop string cut is no call to be made.
+        has_called = choice.calls and not text.is_cut
+        self._output.end_choice(choice, "length" if at_limit else "tool_calls" if has_called else "stop")
 
     def _note_first_token(self) -> None:
         self._answer.first_token_s = time.monotonic()

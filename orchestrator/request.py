@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -92,6 +93,8 @@ _Null: TypeAlias = Annotated[None, _NOTHING]
 _Empty: TypeAlias = Annotated[Annotated[dict[str, Any], Field(max_length=0)] | None, _NOTHING]
 # What the openai package, or its user, read out of an answer's other fields, which say it all.
 _Derived: TypeAlias = Annotated[Any, BeforeValidator(lambda value: None)]
+# How often `validate` looks for nulls to leave out; each list that holds some takes one more.
+_MAX_NULL_ROUNDS = 8
 # Null is OpenAI's default, and ours.
 _Flag: TypeAlias = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
 
@@ -205,7 +208,7 @@ class StreamOptions(Strict):
 class GenerationRequest(Strict):
     """What both kinds of request share. Ranges are OpenAI's; `top_k` of 0 means all tokens."""
 
-    model: str = "auto"
+    model: Annotated[str, BeforeValidator(lambda value: "auto" if value is None else value)] = "auto"
     stream: _Flag = False
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -376,20 +379,43 @@ def validate(model: type[StrictT], body: bytes) -> StrictT:
     """`body`, whose size was checked, as a `model`; raises `InvalidRequestError`.
 
     A null is as if left out, also of a field that we do not have: clients with types of their own send all they know.
+    Validation stops at the first bad element of a list, so what is unknown may take some rounds to be seen.
     """
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False)
-        unknown = [each for each in faults if each["type"] == "extra_forbidden" and len(each["loc"]) == 1]
-        nulls = {each["loc"][0] for each in unknown if each["input"] is None}
-        if not nulls:
-            raise explain(error) from error
-    rest = {name: value for name, value in pydantic_core.from_json(body).items() if name not in nulls}
-    try:
-        return model.model_validate_json(pydantic_core.to_json(rest))
-    except ValidationError as error:
-        raise explain(error) from error
+    for num_rounds in itertools.count(1):
+        try:
+            return model.model_validate_json(body)
+        except ValidationError as error:
+            nulls: dict[tuple[str | None, ...], set[str]] = {}
+            for fault in error.errors(include_url=False, include_context=False):
+                if fault["type"] == "extra_forbidden" and fault["input"] is None:
+                    *parents, name = fault["loc"]
+                    path = tuple(None if isinstance(part, int) else part for part in parents)
+                    nulls.setdefault(path, set()).add(str(name))
+            if not nulls or num_rounds > _MAX_NULL_ROUNDS:
+                raise explain(error) from error
+        fields = pydantic_core.from_json(body)
+        for path, names in nulls.items():
+            _drop_nulls(fields, path, names)
+        body = pydantic_core.to_json(fields)
+    raise AssertionError("counting does not end")
+
+
+def _drop_nulls(value: Any, path: tuple[str | None, ...], names: set[str]) -> None:
+    """Remove the nulls of `names` from the objects at `path`, in which None stands for each element of a list.
+
+    Pydantic has names of its own in a path, those of a union's members, which may also be fields': both ways are gone.
+    """
+    if isinstance(value, list):
+        for each in value:
+            _drop_nulls(each, path[1:], names)
+    elif isinstance(value, dict) and path:
+        _drop_nulls(value.get(path[0]), path[1:], names)
+        if path[0] is not None:
+            _drop_nulls(value, path[1:], names)
+    elif isinstance(value, dict):
+        for name in names & value.keys():
+            if value[name] is None:
+                del value[name]
 
 
 def check_size(body: bytes) -> None:

@@ -57,7 +57,8 @@ class _Pipelined(Exception):
 class _Parser(httptools.HttpRequestParser):
     """Parses the head of a request anew, without its offer to go on in another protocol, if that is declined.
 
-    httptools takes any offer for accepted, and the body behind it for the other protocol's.
+    httptools takes any offer for accepted, and the body behind it for the other protocol's. What goes on is another
+    parser: this one reads nothing more behind a head that says `Connection: close`, as HTTP/1.0 always does.
     """
 
     def __init__(self, protocol: Protocol) -> None:
@@ -71,7 +72,9 @@ class _Parser(httptools.HttpRequestParser):
             if not self._protocol.declines_upgrade():
                 raise
             (num_parsed,) = offer.args
-            self.feed_data(self._protocol.head_without_upgrade() + data[num_parsed:])
+            head = self._protocol.head_without_upgrade()
+            self._protocol.parser = _Parser(self._protocol)
+            self._protocol.parser.feed_data(head + data[num_parsed:])
 
 
 class Protocol(HttpToolsProtocol):
@@ -186,6 +189,11 @@ class Protocol(HttpToolsProtocol):
         Such an offer may be ignored (RFC 9110, section 7.8). CONNECT, which the parser has for one too, is refused.
         """
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT" and not self._should_upgrade()
+
+    def _should_upgrade(self) -> bool:
+        """Only a GET of HTTP/1.1 can open a WebSocket (RFC 6455, section 4.1)."""
+        opens = self.parser.get_method() == b"GET" and self.parser.get_http_version() == "1.1"
+        return opens and super()._should_upgrade()
 
     def head_without_upgrade(self) -> bytes:
         """The head that was just parsed, without what makes it an offer."""

@@ -13,7 +13,7 @@ import uvloop
 
 from orchestrator.config import ConfigError
 from orchestrator.contracts import DEFAULT_GRPC_URL
-from orchestrator.grpc_front.server import Front, Served, Server
+from orchestrator.grpc_front.server import Front, Served
 from orchestrator.replica_set import find_replicas
 from orchestrator.replicas import Replicas
 
@@ -51,7 +51,7 @@ async def run(args: argparse.Namespace) -> None:
             except (ConfigError, OSError):
                 logging.exception("the artifact cannot be read; the models of the one before are still served")
 
-    server = Server(front)
+    server = front.new_server()
     address = f"{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
     if args.cert is None:
         port = server.add_insecure_port(address.encode())

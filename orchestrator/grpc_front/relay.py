@@ -23,6 +23,7 @@ from orchestrator.contracts import (
     SINGLE_HEADERS,
 )
 from orchestrator.errors import ApiError, InvalidRequestError, OverloadedError, from_message, strip_prefixes
+from orchestrator.grpc_front.calls import IDLE_TIMEOUT_S, STATUS_TIMEOUT_S, Call
 from orchestrator.grpc_front.checks import check_request, most_tokens
 from orchestrator.grpc_front.scan import check_parts
 from orchestrator.infer_streams import InferStreams, Responses, ask_once
@@ -38,6 +39,8 @@ MAX_LIVE_PER_STREAM = 64
 # How long a caller may leave a response unread, as over HTTP (`gateway.protocol`). Until then one waits here, and in
 # the orchestrator what it keeps for a slow reader.
 WRITE_TIMEOUT_S = 30.0
+# From then on a response counts as unread.
+_SLOW_S = 1.0
 
 Metadata = Iterable[tuple[str, Any]]
 T = TypeVar("T")
@@ -186,36 +189,35 @@ class StreamRelay:
     before it was taken by the caller's connection: a caller that does not read holds one response here.
     """
 
-    def __init__(self, upstream: Upstream, context: aio.ServicerContext) -> None:
+    def __init__(self, upstream: Upstream, call: Call) -> None:
         self._upstream = upstream
-        self._context = context
-        self._metadata = context.invocation_metadata() or ()
+        self._call = call
+        self._metadata = call.metadata
         self._live: dict[asyncio.Task[None], AnyResponses] = {}
         self._writing = asyncio.Lock()
         self._reader = asyncio.create_task(self._read_requests())
         self._is_draining = False
-        self._has_stalled = False
+        self._is_slow = False
         self._is_over = False
 
     async def run(self) -> None:
-        """Until the caller has said all and heard all, does not read, or until `drain`; cancelled when he leaves."""
+        """Until the caller has said all and heard all, or until `drain`; cancelled when he leaves or does not read."""
         try:
             await asyncio.wait((self._reader,))
             while self._live:
                 await asyncio.wait(self._live)
-            if self._has_stalled:  # gRPC tells him when he reads on, or never
-                text = f"no response was read for {WRITE_TIMEOUT_S:g} s"
-                await self._context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
             if self._is_draining:
-                await self._context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+                await self._call.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
             if self._reader.cancelled():
-                await self._context.abort(grpc.StatusCode.INTERNAL, "the gRPC front failed")
+                await self._call.abort(grpc.StatusCode.INTERNAL, "the gRPC front failed")
             self._reader.result()
         finally:
             self._is_over = True
             self._reader.cancel()
-            for responses in self._live.values():
+            for task, responses in self._live.items():
                 _keep(asyncio.create_task(_cancel(responses)))
+                if self._call.is_ended:
+                    task.cancel()  # it may be in the midst of a write, which keeps gRPC from ending the call
 
     def drain(self) -> None:
         """Take no more requests, and end with the last of those that run."""
@@ -223,7 +225,8 @@ class StreamRelay:
         self._reader.cancel()
 
     async def _read_requests(self) -> None:
-        while (data := await self._context.read()) is not aio.EOF:
+        while (data := await self._call.read()) is not aio.EOF:
+            self._note_state()
             request_id = ""
             try:
                 request = parse_infer_request(data)
@@ -239,6 +242,7 @@ class StreamRelay:
             # Not cancelled when the caller leaves: it reads the end of what is then cancelled.
             task = _keep(asyncio.create_task(self._relay(responses, request_id, wants_end)))
             self._live[task] = responses
+            self._note_state()
             task.add_done_callback(self._ended)
 
     async def _relay(self, responses: AnyResponses, request_id: str, wants_end: bool) -> None:
@@ -252,15 +256,9 @@ class StreamRelay:
         except ApiError as error:
             await self._write(error_response(request_id, error.to_message()))
 
-    def _stall(self) -> None:
-        """The caller does not read: what runs for him is ended, and what waits is let go."""
-        self._has_stalled = True
-        self._reader.cancel()
-        for task in self._live:
-            task.cancel()
-
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._live[task]
+        self._note_state()
         if not task.cancelled() and task.exception() is not None:
             log.error("a response could not be relayed", exc_info=task.exception())
             self._reader.cancel()
@@ -269,13 +267,30 @@ class StreamRelay:
         async with self._writing:  # gRPC takes one message at a time
             if self._is_over:
                 return
-            stalling = asyncio.get_running_loop().call_later(WRITE_TIMEOUT_S, self._stall)
+            slowness = asyncio.get_running_loop().call_later(_SLOW_S, self._note_slowness)
             try:
-                await self._context.write(response.SerializeToString())
+                await self._call.write(response.SerializeToString())
             except aio.InternalError:
                 pass  # the caller has just left, and gRPC is about to cancel `run`
             finally:
-                stalling.cancel()
+                slowness.cancel()
+            if self._is_slow:
+                self._is_slow = False
+                self._note_state()
+
+    def _note_slowness(self) -> None:
+        """The caller does not read: whatever runs for him, his place is the next to be had."""
+        self._is_slow = True
+        text = f"no response was read for {WRITE_TIMEOUT_S:g} s"
+        self._call.be_idle(WRITE_TIMEOUT_S, text, STATUS_TIMEOUT_S)
+
+    def _note_state(self) -> None:
+        if self._is_slow:
+            return
+        if self._live:
+            self._call.be_busy()
+        else:
+            self._call.be_idle(IDLE_TIMEOUT_S, f"nothing ran on the stream for {IDLE_TIMEOUT_S:g} s")
 
 
 # The loop itself keeps no reference to a task that outlives its caller.

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import grpc
 from google.protobuf import text_format
 from grpc import aio
-from grpc._cython import cygrpc
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from orchestrator.config import load_tiers
 from orchestrator.contracts import EMBEDDING_MODEL, FRONT_MODELS, ORCHESTRATOR_MODEL
 from orchestrator.errors import ApiError
+from orchestrator.grpc_front.calls import Call, Handler, Method, Places, Server
 from orchestrator.grpc_front.checks import check_model, check_version
-from orchestrator.grpc_front.relay import StreamRelay, Upstream, infer, parse
+from orchestrator.grpc_front.relay import WRITE_TIMEOUT_S, StreamRelay, Upstream, infer, parse
 from orchestrator.readiness import engines_of, find_not_ready
 from orchestrator.replicas import Replicas
 from orchestrator.request import MAX_REQUEST_BYTES
 
-log = logging.getLogger("orchestrator.grpc_front")
+Answer = Callable[[bytes, Call], Awaitable[bytes]]
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 # Answered by Triton. All other calls change what the server runs, or watch what it does.
@@ -40,7 +38,9 @@ _ASK_TIMEOUT_S = 5.0
 
 # The margin is for what the protocol puts around the request's JSON.
 MAX_MESSAGE_BYTES = MAX_REQUEST_BYTES + (64 << 10)
-_MAX_RPCS = 1024
+# In all, of one address, and of those for which nothing runs. Inference does not take the places of health calls.
+_MAX_RPCS, _MAX_RPCS_PER_PEER, _MAX_IDLE_RPCS = 1024, 512, 256
+_MAX_ASKING, _MAX_ASKING_PER_PEER, _MAX_IDLE_ASKING = 256, 128, 64
 _MS = 1000
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -68,34 +68,6 @@ _STATUS_CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-
-
-class Server(cygrpc.AioServer):  # type: ignore[misc]
-    """grpc.aio's server, which answers calls of unknown methods itself.
-
-    The original decodes the path of a call of an unknown method as UTF-8 inside its accepting loop: one path of other
-    bytes, from anybody, and it serves nobody any more (grpcio 1.85; there is no public way around it). All
-    methods of ours are registered, so what arrives at `_request_call` is unknown, and its path is never looked at.
-    """
-
-    def __init__(self, front: Front) -> None:
-        super().__init__(asyncio.get_running_loop(), None, (), (), _OPTIONS, _MAX_RPCS)
-        self.add_registered_method_handlers(front.handlers)
-        self._refusals: set[asyncio.Task[None]] = set()
-
-    async def _request_call(self) -> Any:
-        while True:
-            call = await super()._request_call()
-            refusal = asyncio.create_task(self._refuse(call))
-            self._refusals.add(refusal)  # the loop itself keeps no reference
-            refusal.add_done_callback(self._refusals.discard)
-
-    async def _refuse(self, call: Any) -> None:
-        context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
-        try:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"only {_SERVICE.full_name} is served here")
-        except Exception as error:  # `abort` always raises: that it did, or that the caller has left
-            log.debug("a call of an unknown method: %r", error)
 
 
 @dataclass(frozen=True)
@@ -127,14 +99,20 @@ class Front:
         replicas.engines = served.engines
         self._upstream = Upstream(replicas, served.max_batch, served.models)
         self._relays: set[StreamRelay] = set()
-        answered = {name: _unary(self._ask(name)) for name in _ASKED} | {
-            "ModelInfer": _unary(self._infer),
-            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream_infer),
+        places = Places(_MAX_RPCS, _MAX_RPCS_PER_PEER, _MAX_IDLE_RPCS)
+        asking = Places(_MAX_ASKING, _MAX_ASKING_PER_PEER, _MAX_IDLE_ASKING)
+        answered = {name: Method(_unary(self._ask(name)), asking) for name in _ASKED} | {
+            "ModelInfer": Method(_unary(self._infer), places),
+            "ModelStreamInfer": Method(self._stream_infer, places),
         }
-        self.handlers = {
-            f"/{_SERVICE.full_name}/{method.name}": answered.get(method.name) or _unary(_deny(method.name))
+        self._methods = {
+            f"/{_SERVICE.full_name}/{method.name}": answered.get(method.name) or Method(_deny(method.name), asking)
             for method in _SERVICE.methods
         }
+        self._unknown = Method(_refuse, asking)
+
+    def new_server(self) -> Server:
+        return Server(self._methods, self._unknown, _OPTIONS)
 
     def replace(self, served: Served) -> None:
         """Another artifact, for all requests from now on, also on streams that are open."""
@@ -147,8 +125,8 @@ class Front:
         for relay in self._relays:
             relay.drain()
 
-    def _ask(self, name: str) -> Callable[[bytes, aio.ServicerContext], Awaitable[bytes]]:
-        async def ask(data: bytes, context: aio.ServicerContext) -> bytes:
+    def _ask(self, name: str) -> Answer:
+        async def ask(data: bytes, call: Call) -> bytes:
             try:
                 request = parse(_ASKED[name], data)
                 if "name" in request.DESCRIPTOR.fields_by_name:
@@ -161,23 +139,21 @@ class Front:
                     response.ready = response.ready and not await find_not_ready(stub, self._served.engines)
                 return bytes(response.SerializeToString())
             except ApiError as error:
-                await _abort(context, error)
+                return await _abort(call, error)
             except aio.AioRpcError as error:
-                await context.abort(error.code(), error.details() or "")
-            raise AssertionError("abort raises")
+                return await call.abort(error.code(), error.details() or "")
 
         return ask
 
-    async def _infer(self, data: bytes, context: aio.ServicerContext) -> bytes:
+    async def _infer(self, data: bytes, call: Call) -> bytes:
         try:
-            answer = await infer(self._upstream, data, context.invocation_metadata() or ())
+            answer = await infer(self._upstream, data, call.metadata)
             return bytes(answer.SerializeToString())
         except ApiError as error:
-            await _abort(context, error)
-        raise AssertionError("abort raises")
+            return await _abort(call, error)
 
-    async def _stream_infer(self, _: object, context: aio.ServicerContext) -> None:
-        relay = StreamRelay(self._upstream, context)
+    async def _stream_infer(self, call: Call) -> None:
+        relay = StreamRelay(self._upstream, call)
         self._relays.add(relay)
         try:
             await relay.run()
@@ -185,21 +161,31 @@ class Front:
             self._relays.discard(relay)
 
 
-def _unary(handler: Callable[[bytes, aio.ServicerContext], Awaitable[bytes]]) -> grpc.RpcMethodHandler:
-    return grpc.unary_unary_rpc_method_handler(handler)
+def _unary(answer: Answer) -> Handler:
+    async def serve(call: Call) -> None:
+        data = await call.read()
+        if data is aio.EOF:
+            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call holds no message")
+        call.be_busy()
+        response = await answer(data, call)
+        call.be_idle(WRITE_TIMEOUT_S, f"the answer was not read for {WRITE_TIMEOUT_S:g} s")
+        await call.write(response)
+
+    return serve
 
 
-def _deny(name: str) -> Callable[[bytes, aio.ServicerContext], Awaitable[bytes]]:
-    async def deny(_: bytes, context: aio.ServicerContext) -> bytes:
-        await context.abort(
-            grpc.StatusCode.PERMISSION_DENIED, f"{name} is not served here; what is: {', '.join(_SERVED)}"
-        )
-        raise AssertionError("abort raises")
+def _deny(name: str) -> Handler:
+    async def deny(call: Call) -> None:
+        await call.abort(grpc.StatusCode.PERMISSION_DENIED, f"{name} is not served here; what is: {', '.join(_SERVED)}")
 
     return deny
 
 
-async def _abort(context: aio.ServicerContext, error: ApiError) -> None:
+async def _refuse(call: Call) -> None:
+    await call.abort(grpc.StatusCode.UNIMPLEMENTED, f"only {_SERVICE.full_name} is served here")
+
+
+async def _abort(call: Call, error: ApiError) -> NoReturn:
     """Its headers go as trailing metadata, and in the message as on a stream."""
     code = _STATUS_CODES.get(error.status, grpc.StatusCode.INTERNAL)
-    await context.abort(code, error.to_message(), tuple(error.headers.items()))
+    await call.abort(code, error.to_message(), tuple(error.headers.items()))

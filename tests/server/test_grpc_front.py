@@ -393,6 +393,14 @@ def test_the_example_without_a_server_says_so() -> None:
     assert f"its gRPC front at {url}?" in done.stderr
 
 
+def test_the_example_at_tritons_own_port_says_so(stack: Stack) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "Hi", "--url", stack.grpc_url], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "restricted" in done.stderr and "is Triton's own port, which is locked" in done.stderr
+
+
 def test_an_engine_cannot_be_called_on_a_stream_which_goes_on(stub: Any) -> None:
     messages = (stop_request("llm_small", "one"), request("two", messages=script(text="two")))
     refused, *answered = stub.ModelStreamInfer(iter(messages))

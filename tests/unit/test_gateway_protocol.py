@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.gateway.protocol import Limits, Protocol
+from orchestrator.gateway.web_socket import WebSocketProtocol
 
 LIMITS = Limits(
     head_bytes=2000, num_headers=20, read_s=0.4, write_s=0.4, idle_s=0.6, discarded_bytes=1 << 20, raw_bytes=100_000
@@ -38,6 +39,9 @@ class App:
         self.gate = threading.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            while scope["path"] == "/hang" and (await receive())["type"] != "websocket.disconnect":
+                pass
         if scope["type"] != "http":
             return
         self.num_running += 1
@@ -75,7 +79,13 @@ class Server:
     def __init__(self) -> None:
         self.app = App()
         config = uvicorn.Config(
-            self.app, http=SmallProtocol, loop="uvloop", lifespan="off", log_config=None, timeout_keep_alive=1
+            self.app,
+            http=SmallProtocol,
+            ws=WebSocketProtocol,
+            loop="uvloop",
+            lifespan="off",
+            log_config=None,
+            timeout_keep_alive=1,
         )
         self._server = uvicorn.Server(config)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -276,6 +286,38 @@ def test_an_offer_of_another_protocol_is_ignored(server: Server, body: str, by_b
             response = http.client.HTTPResponse(connection)
             response.begin()
             assert (response.status, response.read()) == (200, b"3" if raw.endswith(b"abc") else b"5")
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        head("/", "Upgrade: h2c", "Connection: close, Upgrade", "Content-Length: 5"),
+        head("/", "Upgrade: h2c", "Connection: Upgrade", "Content-Length: 5").replace(b"HTTP/1.1", b"HTTP/1.0"),
+        head("/", "Upgrade: websocket", "Connection: Upgrade", "Content-Length: 5").replace(b"HTTP/1.1", b"HTTP/1.0"),
+    ],
+)
+def test_an_offer_on_a_connection_that_closes_is_ignored_too(server: Server, offer: bytes) -> None:
+    raw = server.ask(offer + b"hello")
+    assert raw.startswith(b"HTTP/1.1 200 OK") and raw.endswith(b"\r\n\r\n5") and b"connection: close" in raw
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "HEAD", "DELETE"])
+def test_a_websocket_is_opened_by_get_alone(server: Server, method: str) -> None:
+    """Other requests that offer one are requests."""
+    key = ("Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13")
+    offer = head("/", "Upgrade: websocket", "Connection: Upgrade", *key, "Content-Length: 5")
+    raw = server.ask(offer.replace(b"POST", method.encode()) + b"hello" + head("/", "Connection: close"))
+    assert raw.startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_websocket_that_is_not_answered_is_closed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an application that hangs, or when what reads the request gives it up."""
+    monkeypatch.setattr(WebSocketProtocol, "handshake_s", 0.3)
+    key = ("Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13")
+    offer = head("/hang", "Upgrade: websocket", "Connection: Upgrade", *key).replace(b"POST", b"GET")
+    with suppress(ConnectionResetError):
+        assert server.ask(offer) == b""
+    wait_for(lambda: server.num_connections == 0)
 
 
 def test_an_offer_is_bounded_like_any_request(server: Server) -> None:

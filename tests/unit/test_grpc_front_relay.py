@@ -17,7 +17,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from orchestrator import contracts
 from orchestrator.grpc_front.__main__ import run
-from orchestrator.grpc_front.server import Front, Served, Server
+from orchestrator.grpc_front.calls import Server
+from orchestrator.grpc_front.server import Front, Served
 from orchestrator.local_socket import SOCKETS_VARIABLE, LocalSink, listen, socket_of
 from orchestrator.replica_set import find_replicas
 from orchestrator.replicas import Replicas
@@ -91,9 +92,10 @@ async def fronted(answer: Answer, engines: Sequence[str] = ()) -> AsyncIterator[
     try:
         replicas = Replicas(find_replicas(None, Path(), f"127.0.0.1:{port}"))
         front = Front(replicas, Served(dict.fromkeys(engines, "engine"), max_batch=8))
-        server = Server(front)
+        server = front.new_server()
         front_port = server.add_insecure_port(b"127.0.0.1:0")
         await server.start()
+        front.port = front_port
         try:
             any_size = (("grpc.max_receive_message_length", -1),)  # as `tritonclient` has it
             async with aio.insecure_channel(f"127.0.0.1:{front_port}", any_size) as to_front:
@@ -256,7 +258,7 @@ def test_a_caller_that_leaves_is_told_to_triton_at_once() -> None:
 
 
 def test_no_more_rpcs_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one connection they wait their turn; beyond all connections' limit they are refused."""
+    """On one connection they wait their turn; beyond all connections' limit the idle ones give way."""
     monkeypatch.setattr("orchestrator.grpc_front.server._MAX_RPCS", 130)
 
     async def scenario() -> None:
@@ -277,12 +279,12 @@ def test_no_more_rpcs_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
         async with fronted(one_event_then_the_end) as (_, stub, front):
             streams = [stub.ModelStreamInfer() for _ in range(3)]
             await wait_for(lambda: len(front._relays) == 3)
+            assert (await stub.ServerReady(service_pb2.ServerReadyRequest())).ready
+            await stub.ModelStreamInfer(iter((make(),))).read()  # in the place of the one that is idle for longest
             with pytest.raises(aio.AioRpcError) as caught:
-                await stub.ServerLive(service_pb2.ServerLiveRequest())
+                await streams[0].read()
             assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-            streams[0].cancel()
             await wait_for(lambda: len(front._relays) == 2)
-            await stub.ModelStreamInfer(iter((make(),))).read()
 
     asyncio.run(crowd())
 

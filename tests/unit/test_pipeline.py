@@ -397,6 +397,17 @@ def test_a_streamed_call_cut_at_the_limit_is_no_error(pipeline: Pipeline) -> Non
     assert calls_of(sink)[0][1].startswith('{"ci')
 
 
+@pytest.mark.parametrize(
+    ("stream", "text", "calls"), [(True, "", [("get_weather", '{"city": "')]), (False, HERMES.partition("Oslo")[0], [])]
+)
+def test_a_stop_string_inside_of_a_call_ends_the_text(
+    pipeline: Pipeline, stream: bool, text: str, calls: list[tuple[str, str]]
+) -> None:
+    script = {"text": HERMES, "per_char": True}
+    sink = run(pipeline, body(script, model="medium", tools=TOOLS, stop="Oslo", stream=stream))
+    assert (sink.finish_reasons, sink.text, calls_of(sink)) == (["stop"], text, calls)
+
+
 def test_strict_calls_are_those_that_are_forced(pipeline: Pipeline) -> None:
     tool = {"type": "function", "function": {"name": "search", "strict": True, "parameters": {"type": "object"}}}
     error, _ = failure(pipeline, body({"text": "x"}, model="medium", tools=[TOOLS[1], tool]))

@@ -130,7 +130,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("stream_options", {"x": 1}, "stream_options.x", "stream_options.x: not supported; remove it"),
     ("n", 9, "n", "n: Input should be less than or equal to 8 (got 9)"),
     ("n", 0, "n", "n: Input should be greater than or equal to 1 (got 0)"),
-    ("model", None, "model", "model: Input should be a valid string (got null)"),
+    ("model", 5, "model", "model: Input should be a valid string (got 5)"),
     ("user", 5, "user", "user: Input should be a valid string (got 5)"),
     ("a b", 5, "a b", "a b: not supported; remove it"),
     *(
@@ -322,6 +322,33 @@ def test_a_null_is_as_if_left_out(kind: Kind) -> None:
     assert error.param in ("other", "top_k")
 
 
+def test_unknown_nulls_at_any_depth_are_as_if_left_out() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"default": None}}}
+    answer = {"role": "assistant", "tool_calls": [call]}
+    asked = {"messages": [USER, answer, {"role": "tool", "tool_call_id": "a", "content": "x"}], "response_format": form}
+    call_of_more = {**call, "custom": None, "function": {**call["function"], "x": None}}
+    answer_of_more = {**answer, "reasoning_content": None, "tool_calls": [call_of_more, call_of_more]}
+    more = {
+        "messages": [USER, answer_of_more, {**asked["messages"][2], "b": None}],
+        "response_format": {**form, "c": None, "json_schema": {**form["json_schema"], "d": None}},
+        "e": None,
+    }
+    answer["tool_calls"] = [call, call]
+    assert parse(**more) == parse(**asked)
+    error = refusal(json.dumps({"messages": [{**USER, "a": None}, {**USER, "a": 1}]}).encode(), "chat")
+    assert error.param == "messages[1].a"
+
+
+def test_many_nulls_in_many_messages_are_dropped_quickly() -> None:
+    started_s = time.process_time()
+    many = [{**USER, **{f"k{number}": None for number in range(8000)}}, *[USER] * 1500]
+    assert parse(messages=many) == parse(messages=[USER] * 1501)
+    with pytest.raises(InvalidRequestError, match="not supported"):
+        parse(messages=[{**USER, f"k{number}": None} for number in range(2000)])
+    assert time.process_time() - started_s < 1.0
+
+
 def test_many_nulls_are_dropped_quickly() -> None:
     started_s = time.process_time()
     assert parse(**{f"k{number}": None for number in range(16_000)}).messages == parse().messages
@@ -454,9 +481,9 @@ def test_a_conversation_with_a_tool() -> None:
 
 def test_null_is_as_if_left_out() -> None:
     """All but the few that OpenAI does not let be null either."""
-    nulls = dict.fromkeys(set(ChatRequest.model_fields) - {"messages", "model", "ignore_eos"})
+    nulls = dict.fromkeys(set(ChatRequest.model_fields) - {"messages", "ignore_eos"})
     assert parse(**nulls) == parse()
-    nulls = dict.fromkeys(set(CompletionRequest.model_fields) - {"prompt", "model", "ignore_eos"})
+    nulls = dict.fromkeys(set(CompletionRequest.model_fields) - {"prompt", "ignore_eos"})
     assert complete(**nulls) == complete()
     assert not glance(json.dumps({"messages": [USER], "stream": None}).encode(), "chat").stream
 
