@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ async def fronted(answer: Answer, engines: Sequence[str] = ()) -> AsyncIterator[
         server = front.new_server()
         front_port = server.add_insecure_port(b"127.0.0.1:0")
         await server.start()
-        front.port = front_port
+        front.port = front_port  # type: ignore[attr-defined]
         try:
             any_size = (("grpc.max_receive_message_length", -1),)  # as `tritonclient` has it
             async with aio.insecure_channel(f"127.0.0.1:{front_port}", any_size) as to_front:
@@ -257,6 +258,10 @@ def test_a_caller_that_leaves_is_told_to_triton_at_once() -> None:
     asyncio.run(scenario())
 
 
+def _has_relays(front: Front, count: int) -> bool:
+    return len(front._relays) == count
+
+
 def test_no_more_rpcs_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one connection they wait their turn; beyond all connections' limit the idle ones give way."""
     monkeypatch.setattr("orchestrator.grpc_front.server._MAX_RPCS", 130)
@@ -277,8 +282,10 @@ def test_no_more_rpcs_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def crowd() -> None:
         monkeypatch.setattr("orchestrator.grpc_front.server._MAX_RPCS", 3)
         async with fronted(one_event_then_the_end) as (_, stub, front):
-            streams = [stub.ModelStreamInfer() for _ in range(3)]
-            await wait_for(lambda: len(front._relays) == 3)
+            streams = []
+            for count in (1, 2, 3):  # the order in which they arrive is gRPC's
+                streams.append(stub.ModelStreamInfer())
+                await wait_for(partial(_has_relays, front, count))
             assert (await stub.ServerReady(service_pb2.ServerReadyRequest())).ready
             await stub.ModelStreamInfer(iter((make(),))).read()  # in the place of the one that is idle for longest
             with pytest.raises(aio.AioRpcError) as caught:

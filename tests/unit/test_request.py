@@ -323,14 +323,15 @@ def test_a_null_is_as_if_left_out(kind: Kind) -> None:
 
 
 def test_unknown_nulls_at_any_depth_are_as_if_left_out() -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"default": None}}}
-    answer = {"role": "assistant", "tool_calls": [call]}
-    asked = {"messages": [USER, answer, {"role": "tool", "tool_call_id": "a", "content": "x"}], "response_format": form}
+    call: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"default": None}}}
+    answer: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "x"}
+    asked: dict[str, Any] = {"messages": [USER, answer, result], "response_format": form}
     call_of_more = {**call, "custom": None, "function": {**call["function"], "x": None}}
     answer_of_more = {**answer, "reasoning_content": None, "tool_calls": [call_of_more, call_of_more]}
     more = {
-        "messages": [USER, answer_of_more, {**asked["messages"][2], "b": None}],
+        "messages": [USER, answer_of_more, {**result, "b": None}],
         "response_format": {**form, "c": None, "json_schema": {**form["json_schema"], "d": None}},
         "e": None,
     }
