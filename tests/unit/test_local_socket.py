@@ -67,7 +67,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Orches
             await streams.close()
             server.close()
 
-        uvloop.run(asyncio.wait_for(main(), 20))  # as gateway, front and orchestrator do
+        # As gateway, front and orchestrator do. Cut short, it hangs in uvloop's `close`; so it has time, if others run.
+        uvloop.run(asyncio.wait_for(main(), 120))
         return orchestrator
 
     return run
