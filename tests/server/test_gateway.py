@@ -218,10 +218,12 @@ def test_1000_idle_connections_change_nothing(scripted_stack: Stack) -> None:
     with ExitStack() as idle:
         for _ in range(1000):
             idle.enter_context(scripted_stack.connect())
+        gateway = scripted_stack.process_id("orchestrator.gateway")
+        wait_for(lambda: open_files(gateway) > 1000)  # it accepts them one after the other, beside requests
         for _ in range(20):
             assert scripted_stack.stream(messages=script(text="a b")).text == "a b"
-        assert open_files(scripted_stack.process_id("orchestrator.gateway")) > 1000
-    wait_for(lambda: open_files(scripted_stack.process_id("orchestrator.gateway")) < 500)
+        assert open_files(gateway) > 1000
+    wait_for(lambda: open_files(gateway) < 500)
 
 
 def test_200_streams_at_once_are_exact(scripted_stack: Stack) -> None:
