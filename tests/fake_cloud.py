@@ -88,7 +88,11 @@ class FakeCloud:
                     return False
             else:
                 writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
-                await writer.drain()
+                try:
+                    await writer.drain()
+                except ConnectionError:  # left while this was sent
+                    self.num_left += 1
+                    return False
         if reply.end == "whole":
             writer.write(b"0\r\n\r\n")
         elif reply.end == "hang":
