@@ -9,7 +9,7 @@ from collections import Counter
 
 from orchestrator import contracts
 from orchestrator.answer import Answer, Output
-from orchestrator.cloud.generation import CloudClient, CloudGeneration, Overrun
+from orchestrator.cloud.generation import CloudClient, CloudGeneration, Overrun, limit_choice
 from orchestrator.config import Tiers
 from orchestrator.errors import (
     ApiError,
@@ -73,7 +73,7 @@ class Backend:
         self._num_live += 1
         flight.enter("queue")
         try:
-            max_tokens = answer.request.output_limit or answer.tier.generation.max_output_tokens
+            max_tokens = limit_choice(answer.request, answer.tier)
             if self.queue is None:
                 if ends_at_s is not None:
                     check_in_time(ends_at_s - time.monotonic(), 0.0, self.pace.predict_s(max_tokens))

@@ -179,7 +179,7 @@ class Dispatch:
             input_ids = job.prompts[tokenizer] = await tokenize(request, tokenizer, job.num_bytes)
         try:
             build_engine_request(request, tier, input_ids, None)  # raises what the engine would be spared
-        except InvalidRequestError as error:
+        except ContextWindowError as error:
             shorter = await self._shorten(job, tier, len(input_ids))
             if shorter is None or shorter.input_ids is None:
                 raise

@@ -18,7 +18,7 @@ from orchestrator.cache.languages import guess_language, strip_accents
 from orchestrator.cache.lexicon import Lexicon, load_lexicon, words
 from orchestrator.cache.reading import ADVERBS, DANGLING, MODALS, Reading, Token, read_question
 from orchestrator.cache.typos import mend
-from orchestrator.cache.writing import rejecting_writing
+from orchestrator.cache.writing import look_at, rejecting_writing
 
 # Kinds that a question without any word of asking may stand for: "capital of France?", "reset iphone password".
 _NONE_LIKE = {"what", "how", "howmuch", "command"}
@@ -100,6 +100,7 @@ def prepare(asked: str) -> None:
     """Read a question before there is another to compare it with, so that `rejecting_guard` finds it read."""
     guess = guess_language(asked)
     if len(asked) <= MAX_CHARACTERS and guess.language is not None:
+        look_at(asked)
         read(asked, guess.language)
 
 

@@ -107,7 +107,7 @@ def _strip(chunk: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def look_at(text: str) -> Writing:
-    code = [_strip(chunk) for chunk in text.split() if _CODE.search(_strip(chunk))]
+    code = [chunk for chunk in map(_strip, text.split()) if _CODE.search(chunk)]
     words = tuple(_WORD.findall(text))
     inner = [word for word in words[1:] if word != "I"]
     num_capitals = sum(word[0].isupper() for word in inner)
@@ -146,7 +146,7 @@ def rejecting_writing(cached: str, asked: str, language: str) -> str | None:
         return "roles" if language == "de" else "superlative"
     if language in _OWN and (_differ_in_owner(one, other, language) or _differ_in_owner(other, one, language)):
         return "roles"
-    if language == "en" and bool(_says_would(cached)) != bool(_says_would(asked)):
+    if language == "en" and _says_would(cached) != _says_would(asked):
         return "modality"
     return None
 

@@ -77,6 +77,14 @@ class FakeOutput:
         self.texts.append(")")
 
 
+def make_crowd(pause_s: float) -> Crowd:
+    """Others' callers, so many that events are so far apart."""
+    crowd = Crowd()
+    crowd.num = round(pause_s * MAX_SHARED_EVENTS_PER_S)
+    assert crowd.pause_s == pause_s
+    return crowd
+
+
 async def board(flight: Flight, num: int) -> tuple[list[FakeOutput], list[asyncio.Task[None]]]:
     outputs: Any = [FakeOutput() for _ in range(num)]
     tasks = [asyncio.create_task(flight.listen(output)) for output in outputs]
@@ -93,8 +101,7 @@ def begin(flight: Flight, num_choices: int = 1) -> list[Choice]:
 
 @in_a_loop
 async def test_tokens_wait_for_one_another_when_many_listen_and_none_is_lost() -> None:
-    crowd = Crowd()
-    crowd.num = 100 * MAX_SHARED_EVENTS_PER_S  # others' callers: a pause of 100 s
+    crowd = make_crowd(pause_s=100)
     flight = Flight(crowd)
     outputs, tasks = await board(flight, 2)
     (choice,) = begin(flight)
@@ -111,9 +118,7 @@ async def test_tokens_wait_for_one_another_when_many_listen_and_none_is_lost() -
 
 @in_a_loop
 async def test_what_waits_goes_when_its_time_has_come() -> None:
-    crowd = Crowd()
-    crowd.num = MAX_SHARED_EVENTS_PER_S // 100  # a pause of 10 ms
-    flight = Flight(crowd)
+    flight = Flight(make_crowd(pause_s=0.01))
     outputs, tasks = await board(flight, 2)
     (choice,) = begin(flight)
     for text in "abc":
@@ -127,9 +132,7 @@ async def test_what_waits_goes_when_its_time_has_come() -> None:
 
 @in_a_loop
 async def test_one_caller_gets_each_token_by_itself_however_many_others_there_are() -> None:
-    crowd = Crowd()
-    crowd.num = 100 * MAX_SHARED_EVENTS_PER_S
-    flight = Flight(crowd)
+    flight = Flight(make_crowd(pause_s=100))
     (output,), tasks = await board(flight, 1)
     (choice,) = begin(flight)
     for text in "abc":
@@ -141,9 +144,7 @@ async def test_one_caller_gets_each_token_by_itself_however_many_others_there_ar
 
 @in_a_loop
 async def test_what_came_before_an_error_is_sent_before_it() -> None:
-    crowd = Crowd()
-    crowd.num = 100 * MAX_SHARED_EVENTS_PER_S
-    flight = Flight(crowd)
+    flight = Flight(make_crowd(pause_s=100))
     outputs, tasks = await board(flight, 2)
 
     async def make(flight: Flight) -> None:
@@ -183,9 +184,7 @@ async def test_who_is_the_last_to_go_pays_though_his_sink_has_failed() -> None:
 @given(steps=st.lists(st.tuples(st.integers(0, 2), st.text("xyz", min_size=1, max_size=3)), max_size=20))
 def test_each_choice_has_its_text_and_then_its_end(steps: list[tuple[int, str]]) -> None:
     async def fly() -> None:
-        crowd = Crowd()
-        crowd.num = 100 * MAX_SHARED_EVENTS_PER_S
-        flight = Flight(crowd)
+        flight = Flight(make_crowd(pause_s=100))
         outputs, tasks = await board(flight, 2)
         choices = begin(flight, 3)
         for index, text in steps:
