@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import pydantic_core
+
 from orchestrator.engines import Chunk
 from orchestrator.errors import EngineError
 from orchestrator.local_socket import making_socket
@@ -115,9 +117,9 @@ class Subscriber:
         """Raises `OSError` when it is gone, or took nothing for `TIMEOUT_S`."""
         if not self._chunks:
             return
-        line = json.dumps({key: chunk[:4] for key, chunk in self._chunks.items()}, separators=(",", ":"))
+        line = pydantic_core.to_json({key: chunk[:4] for key, chunk in self._chunks.items()})
         self._chunks.clear()
-        self._connection.sendall(line.encode() + b"\n")
+        self._connection.sendall(line + b"\n")
 
     def close(self) -> None:
         self._is_closed = True
@@ -192,7 +194,7 @@ class TokenLines:
         failure = f"the engine model hung up: it ended, or was not listened to for {TIMEOUT_S:g} s"
         try:
             while (line := await reader.readline()).endswith(b"\n"):
-                for request_id, fields in json.loads(line).items():
+                for request_id, fields in pydantic_core.from_json(line).items():
                     if request_id in self._open:  # else it was given up
                         self._open[request_id][1].put_nowait(Chunk(*fields))
         except (OSError, ValueError) as error:  # the second: a line that is too long

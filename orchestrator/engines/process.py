@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pydantic_core
+
 from orchestrator.engines import Chunk, Deliver, EngineRefusal, EngineRequest
 from orchestrator.engines.worker import write_line
 
@@ -104,7 +106,7 @@ class ProcessEngine:
         assert worker.stdout is not None
         self._send(worker, self._settings)
         line = worker.stdout.readline()
-        first = json.loads(line) if line.endswith(b"\n") else {}
+        first = pydantic_core.from_json(line) if line.endswith(b"\n") else {}
         if "ready" not in first:
             worker.kill()
             self._close_input(worker)
@@ -164,7 +166,7 @@ class ProcessEngine:
         for line in worker.stdout:
             if not line.endswith(b"\n"):  # it died as it wrote
                 break
-            message = json.loads(line)
+            message = pydantic_core.from_json(line)
             failure = message.get("failed")
             self._kv_cache_usage = message.get("kv_cache_usage", self._kv_cache_usage)
             for request_id, fields in message.get("chunks", {}).items():

@@ -28,6 +28,7 @@ CHECKPOINT, TOKENIZER = "checkpoint", "tokenizer"
 WARM_UP_TOKENS = 64
 # vLLM takes a lower temperature for this one (`_MAX_TEMP` in its sampling_params.py) and complains in its log.
 MIN_TEMPERATURE = 0.01
+CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Settings(BaseModel):
@@ -167,12 +168,26 @@ def make_params(request: EngineRequest) -> Any:
     return params
 
 
+def visible_devices(gpu_device_ids: list[int], visible: str) -> str:
+    """CUDA_VISIBLE_DEVICES of the engine: its GPUs, numbered among those that `visible` names, or among all.
+
+    One of several Tritons has a part of the machine's GPUs, and its row counts them from 0. Raises `ValueError` where
+    there are fewer.
+    """
+    if not visible:
+        return ",".join(map(str, gpu_device_ids))
+    devices = visible.split(",")
+    if max(gpu_device_ids) >= len(devices):
+        raise ValueError(f"gpu_device_ids: {gpu_device_ids}, but {CUDA_VARIABLE}={visible} leaves {len(devices)}")
+    return ",".join(devices[number] for number in gpu_device_ids)
+
+
 def load_engine(settings: Settings, model_dir: Path, note_usage: Callable[[float], None] | None = None) -> Any:
     """AsyncLLM with the model in `model_dir`/checkpoint, on the GPUs that the settings name.
 
     `note_usage` hears after a step what share of the KV blocks requests hold.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.gpu_device_ids))
+    os.environ[CUDA_VARIABLE] = visible_devices(settings.gpu_device_ids, os.environ.get(CUDA_VARIABLE, ""))
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

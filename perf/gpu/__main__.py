@@ -11,16 +11,28 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from perf.gpu.several import several
 from perf.gpu.sides import card_name, gpu_facts, versions
-from perf.gpu.speed import speed
+from perf.gpu.speed import LOADS, LOADS_OF_TWO, PROMPTS, speed
 from perf.gpu.techniques import chunked, hits, ngram
 from perf.gpu.text import text
 from perf.report import describe_machine, say
 
-PARTS = ("text", "speed-bf16", "speed-fp8", "chunked", "ngram", "hits")
+Part = Callable[..., dict[str, Any]]
+# Each is called with the folders, the number of gateway workers, and changes of the engine's parameters; the first
+# ones with the sides too.
+OF_SIDES: Mapping[str, Part] = {
+    **{f"first-{precision}": partial(speed, precision, lengths=PROMPTS) for precision in ("bf16", "fp8")},
+    **{f"speed-{precision}": partial(speed, precision, loads=LOADS) for precision in ("bf16", "fp8")},
+    "tp2": partial(speed, "bf16", lengths=PROMPTS, loads=LOADS_OF_TWO, num_gpus=2),
+}
+OTHERS: Mapping[str, Part] = {"text": text, "chunked": chunked, "ngram": ngram, "hits": hits, "several": several}
+PARTS = (*OF_SIDES, *OTHERS)
 HERE = Path(__file__).parent
 
 
@@ -43,12 +55,10 @@ def main() -> int:
         started_s = time.monotonic()
         common = (options.work, options.cache, options.out)
         try:
-            if part.startswith("speed-"):
-                sides = options.sides.split(",")
-                found = speed(part.removeprefix("speed-"), *common, sides, options.gateway_workers, **changes)
+            if part in OF_SIDES:
+                found = OF_SIDES[part](*common, options.gateway_workers, sides=options.sides.split(","), **changes)
             else:
-                run = {"text": text, "chunked": chunked, "ngram": ngram, "hits": hits}[part]
-                found = run(*common, options.gateway_workers, **changes)
+                found = OTHERS[part](*common, options.gateway_workers, **changes)
         except Exception as error:  # the next part is worth its time all the same
             traceback.print_exc()
             found, failed = {"error": f"{type(error).__name__}: {error}"}, True

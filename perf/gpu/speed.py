@@ -1,9 +1,9 @@
-"""Part `speed-bf16`, `speed-fp8`: Llama 3.1 8B's shape, each side with prompts of the same lengths.
+"""Llama 3.1 8B's shape, each side with prompts of the same lengths.
 
-First token of prompts of four lengths, one at a time; then tokens/s of 1 to 512 streams that all start together. The
-stack is asked by SSE and, as side `grpc`, through its gRPC front.
-Through the stack also the first token behind a cached prefix. All answers are greedy, of exactly as many tokens as
-asked for, which each stream is held to.
+Parts `first-bf16`, `first-fp8`: the first token of prompts of four lengths, one at a time; through the stack also the
+first token behind a cached prefix. Parts `speed-bf16`, `speed-fp8`: tokens/s of 1 to 512 streams that all start
+together. Part `tp2`: both, over two GPUs. The stack is asked by SSE and, as side `grpc`, through its gRPC front. All
+answers are greedy, of exactly as many tokens as asked for, which each stream is held to.
 
 A card whose memory holds an engine for each side has all of them at once, and they are asked in turn: what the card,
 warmer or cooler, does to one it does to all. On a smaller one each side has the card to itself, one after another.
@@ -12,6 +12,7 @@ warmer or cooler, does to one it does to all. On a smaller one each side has the
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from build.model_rows import ModelRow
 from build.plan import matrix_bytes
 from build.rows import load_models, load_target
 from perf.engine_client import EngineClient
+from perf.errors import PerfError
 from perf.gpu.rows import ENGINE, LLAMA, TARGET, make_artifact, make_row
 from perf.gpu.sides import (
     SERVED_MODEL,
@@ -39,8 +41,8 @@ from perf.stats import summarize
 from perf.worker import Worker
 
 PROMPTS = (128, 512, 2048, 8192)
-FIRST_TOKENS = 15
-LOADS = (1, 16, 64, 256, 512)
+FIRST_TOKENS, WAKING_PROMPT, REST_S = 20, 32, 0.02
+LOADS, LOADS_OF_TWO = (1, 16, 64, 256, 512), (1, 64)
 ROUNDS = 2
 LOAD_PROMPT = 128
 # So that the KV cache of a third of a card holds all of them.
@@ -78,12 +80,29 @@ class Side:
 
 
 def speed(
-    precision: str, work: Path, cache: Path, out: Path, sides: list[str], gateway_workers: int, **changes: Any
+    precision: str,
+    work: Path,
+    cache: Path,
+    out: Path,
+    gateway_workers: int,
+    *,
+    sides: list[str],
+    lengths: tuple[int, ...] = (),
+    loads: tuple[int, ...] = (),
+    num_gpus: int = 1,
+    **changes: Any,
 ) -> dict[str, Any]:
-    """Measure `sides` ("bare", "own", "stack")."""
-    together = gpu_facts().get("memory_mib", 0) >= MIN_MEMORY_MIB
+    """Measure `sides` ("bare", "own", "stack"): first tokens of prompts of `lengths`, and `loads` of so many streams.
+
+    The engines are spread over `num_gpus` by tensor parallelism. Raises `PerfError` where there are fewer.
+    """
+    gpus = gpu_facts()
+    if 0 < gpus.get("cards", 0) < num_gpus:
+        raise PerfError(f"{num_gpus} GPUs are needed, and there are {gpus['cards']}")
+    together = gpus.get("memory_mib", 0) >= MIN_MEMORY_MIB
+    changes |= {"tp_size": num_gpus, "gpu_device_ids": list(range(num_gpus))}
     row = make_row(
-        f"gpu-{precision}",
+        f"gpu-{precision}-tp{num_gpus}",
         LLAMA,
         precision=precision,
         load_format="dummy",
@@ -93,7 +112,11 @@ def speed(
     artifact = make_artifact(row, work, cache)
     result: dict[str, Any] = {
         "engine": row.models[ENGINE].model_dump(mode="json"),
-        "load": {"prompt_tokens": LOAD_PROMPT, "tokens_per_stream": {n: tokens_of(n) for n in LOADS}},
+        **(
+            {"load": {"prompt_tokens": LOAD_PROMPT, "tokens_per_stream": {n: tokens_of(n) for n in loads}}}
+            if loads
+            else {}
+        ),
         "together": together,
         "gateway_workers": gateway_workers,
     }
@@ -103,19 +126,21 @@ def speed(
         with ExitStack() as started:
             running: dict[str, Side] = {}
             for side in group:
-                log = logs / f"{precision}-{side}"
+                log = logs / f"{row.name}-{side}"
                 running |= started.enter_context(start(side, artifact, log, gateway_workers))
-            measure(running, result)
-            if stack_side := running.get("stack"):
+            measure(running, result, lengths, loads)
+            if lengths and (stack_side := running.get("stack")):
                 result["prefix_cache"] = prefix_cache(stack_side.ask)
     result["ratios"] = ratios(result)
-    if bytes_per_s is not None:
-        result["decode_floor"] = decode_floor(result, bytes_per_s, precision)
+    if bytes_per_s is not None and loads:
+        result["decode_floor"] = decode_floor(result, bytes_per_s * num_gpus, precision)
     return result
 
 
 def decode_floor(result: Mapping[str, Any], bytes_per_s: float, precision: str) -> dict[str, Any]:
-    """What a token of one stream takes at least, in ms: its weights are read once; and each side's share of that."""
+    """What a token of one stream takes at least, in ms: its weights are read once, by all GPUs together; and each
+    side's share of that.
+    """
     model = load_models(load_target(TARGET))["llama-3.1-8b-instruct"]
     assert isinstance(model, ModelRow)
     head_bytes = 2 * model.architecture.num_embedding_weights
@@ -152,7 +177,9 @@ def start(side: str, artifact: Path, logs: Path, gateway_workers: int) -> Iterat
             yield {side: Side(worker, stack), "grpc": Side(grpc_worker, stack)}
 
 
-def measure(sides: Mapping[str, Side], result: dict[str, Any]) -> None:
+def measure(
+    sides: Mapping[str, Side], result: dict[str, Any], lengths: tuple[int, ...], loads: tuple[int, ...]
+) -> None:
     """First tokens, then loads, of all `sides` in turn, into `result`; a load's numbers are those of its best round."""
     prompts = {side: Prompts(number) for number, side in enumerate(sides)}  # two sides share an engine, and its cache
     for num_streams in (1, 8, 64):  # what is compiled at first use
@@ -165,9 +192,10 @@ def measure(sides: Mapping[str, Side], result: dict[str, Any]) -> None:
         if "stack" in sides and (stack := sides["stack"].stack) is not None:
             client = clients.enter_context(EngineClient(stack.triton_grpc_url, ENGINE, stack.inference_key()))
             first["engine_model"] = lambda prompt: client.first_token_ms(prompt, 2)
-        for name, ttft in first_tokens(first, seed=20, lengths=PROMPTS).items():
-            result.setdefault(name, {})["ttft_ms"] = ttft
-    for num_streams in LOADS:
+        if lengths:
+            for name, ttft in first_tokens(first, seed=20, lengths=lengths).items():
+                result.setdefault(name, {})["ttft_ms"] = ttft
+    for num_streams in loads:
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         for number in range(ROUNDS):
             for name in list(sides)[:: -1 if number % 2 else 1]:
@@ -179,7 +207,10 @@ def measure(sides: Mapping[str, Side], result: dict[str, Any]) -> None:
         for name, done in rounds.items():
             best = max(done, key=lambda each: float(each["tokens_per_s"]))
             rates = [each["tokens_per_s"] for each in done]
-            result[name].setdefault("loads", {})[str(num_streams)] = {**best, "rounds_tokens_per_s": rates}
+            result.setdefault(name, {}).setdefault("loads", {})[str(num_streams)] = {
+                **best,
+                "rounds_tokens_per_s": rates,
+            }
             say(f"  {num_streams} streams, {name}: {rates} tokens/s")
 
 
@@ -202,7 +233,9 @@ def first_tokens(
 ) -> dict[str, dict[str, Any]]:
     """Milliseconds to the first token, by side and by the prompt's length. No side gets the prompt of another.
 
-    Nobody waits between two: after a pause an engine is slower (by 8 ms for a prompt of 128 tokens, seen once).
+    After a pause an engine is slower (by 8 ms for a prompt of 128 tokens, seen once), and two sides share one: so
+    before each that counts the same side has a short prompt, as from the traffic that it would be in. Right behind an
+    answer vLLM still runs a step that it had begun ahead; whoever comes within it waits for it (5 ms), hence the rest.
     """
     prompts = Prompts(seed)
     found: dict[str, dict[str, Any]] = {name: {} for name in sides}
@@ -210,6 +243,8 @@ def first_tokens(
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(1 + FIRST_TOKENS):
             for name, ask in sides.items():
+                ask(prompts.take(1, WAKING_PROMPT)[0])
+                time.sleep(REST_S)
                 times[name].append(ask(prompts.take(1, length)[0]))
         for name, each in times.items():
             del each[0]  # the first of its length may compile something
@@ -243,12 +278,14 @@ def ratios(result: Mapping[str, Any]) -> dict[str, Any]:
     for side in ("bare", "own", "engine_model", "grpc"):
         if side in result:
             mine, others = result["stack"], result[side]
-            if "loads" in others:
+            if "loads" in mine and "loads" in others:
                 found[f"tokens_per_s_over_{side}"] = {
                     num: round(mine["loads"][num]["tokens_per_s"] / others["loads"][num]["tokens_per_s"], 4)
                     for num in mine["loads"]
                 }
-            found[f"added_ttft_ms_over_{side}"] = {
-                num: round(mine["ttft_ms"][num]["p50"] - others["ttft_ms"][num]["p50"], 2) for num in mine["ttft_ms"]
-            }
+            if "ttft_ms" in mine:
+                found[f"added_ttft_ms_over_{side}"] = {
+                    num: round(mine["ttft_ms"][num]["p50"] - others["ttft_ms"][num]["p50"], 2)
+                    for num in mine["ttft_ms"]
+                }
     return found

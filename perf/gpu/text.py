@@ -100,10 +100,14 @@ def decode(tokenizer: Any, token_ids: list[int], end_id: int | None) -> str:
 
 
 class Client:
-    """Chat completions by http.client, one at a time."""
+    """Chat completions by http.client, one at a time a thread; with a `key`, as who has it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         self._address = urlsplit(url).netloc
+        self._headers = {
+            "Content-Type": "application/json",
+            **({} if key is None else {"Authorization": f"Bearer {key}"}),
+        }
 
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """`status`; of a stream `text`, `finish`, `usage`, `log_probs` and `num_events`, else `body`."""
@@ -116,8 +120,7 @@ class Client:
     def open(self, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
         connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_S)
         try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), self._headers)
             yield connection.getresponse()
         finally:
             connection.close()

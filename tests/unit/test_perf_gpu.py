@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from build.pairs import check_pairs
 from orchestrator.engines.vllm import Settings, engine_arguments
 from perf.errors import PerfError
 from perf.gpu import __main__ as command
-from perf.gpu import text
+from perf.gpu import several, text
 from perf.gpu.answers import describe
 from perf.gpu.load import make_bodies
 from perf.gpu.rows import LLAMA, MAX_STREAMS, SMOLLM2, enlarge, make_row
@@ -141,3 +142,36 @@ def test_parts_add_up_in_one_file(tmp_path: Path) -> None:
     command.write(tmp_path / "h100.json", "chunked", {"b": 2})
     found = json.loads((tmp_path / "h100.json").read_bytes())
     assert (found["text"], found["chunked"], len(found["script_sha256"])) == ({"a": 1}, {"b": 2}, 64)
+
+
+class Answers:
+    """A client that is answered so."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self._answers = itertools.cycle(answers)
+
+    def ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        return next(self._answers)
+
+
+def completion(text: str, cache: str, finish: str = "stop", **rt: Any) -> dict[str, Any]:
+    choice = {"message": {"content": text}, "finish_reason": finish}
+    return {"status": 200, "body": {"choices": [choice], "rt": {"cache": cache, **rt}}}
+
+
+def test_what_two_servers_share() -> None:
+    first = Answers(completion("a", "miss"))
+    assert several.share_hits(first, Answers(completion("a", "exact")))["holds"]  # type: ignore[arg-type]
+    for wrong in (completion("a", "miss"), completion("b", "exact")):
+        assert not several.share_hits(first, Answers(wrong))["holds"]  # type: ignore[arg-type]
+    cut = Answers(completion("a", "miss", "length"))
+    assert not several.share_hits(cut, cut)["holds"]  # type: ignore[arg-type]
+
+    shared = [completion("a", "miss", shared=True)] * (several.NUM_TOGETHER // 2 - 1)
+    flight = Answers(completion("a", "miss"), *shared)
+    assert several.fly(flight, Answers(completion("a", "exact")))["holds"]  # type: ignore[arg-type]
+    assert not several.fly(flight, Answers(completion("b", "exact")))["holds"]  # type: ignore[arg-type]
+
+    half = Answers({"status": 200}, {"status": 429})
+    assert several.spend(half, half)["holds"]  # type: ignore[arg-type]
+    assert not several.spend(half, Answers({"status": 200}))["holds"]  # type: ignore[arg-type]

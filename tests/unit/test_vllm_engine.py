@@ -24,6 +24,7 @@ from orchestrator.engines.vllm import (
     load_engine,
     make_params,
     sampling_arguments,
+    visible_devices,
 )
 from orchestrator.engines.vllm_relay import Relay
 
@@ -394,3 +395,11 @@ def test_a_python_that_is_not_there_is_named(model_dir: Path, monkeypatch: pytes
     monkeypatch.setenv(PYTHON_VARIABLE, "/nowhere/python")
     with pytest.raises(RuntimeError, match=f"{PYTHON_VARIABLE}: no /nowhere/python in PATH"):
         ProcessEngine(PARAMETERS, model_dir)
+
+
+def test_its_gpus_are_counted_among_those_it_may_see() -> None:
+    assert visible_devices([0, 1], "") == "0,1"
+    assert visible_devices([0], "1") == "1"  # the second of two Tritons, with a GPU each
+    assert visible_devices([1, 0], "4,GPU-6f") == "GPU-6f,4"
+    with pytest.raises(ValueError, match="gpu_device_ids: \\[0, 1\\], but CUDA_VISIBLE_DEVICES=3 leaves 1"):
+        visible_devices([0, 1], "3")
