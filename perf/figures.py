@@ -350,7 +350,8 @@ def _gpu(result: Result) -> list[Figure]:
         others = ", ".join(f"{ratio:.3f} at {streams}" for streams, ratio in own.items())
         what = f"tokens/s out of SSE ÷ out of vLLM's own server, {name}"
         lines.append(Figure(what, others, min(own.values()), "≥", 1))
-    for name, part in (("BF16", bf16), ("FP8", fp8)):
+    first = (("BF16", result["first-bf16"]), ("FP8", result["first-fp8"]))
+    for name, part in first:
         first_ms = part["stack"]["ttft_ms"]["512"]["p50"]
         beside = f"AsyncLLM alone {part['bare']['ttft_ms']['512']['p50']:.1f}"
         what = f"first token of a prompt of 512 tokens, one stream, {name}, p50"
@@ -358,7 +359,7 @@ def _gpu(result: Result) -> list[Figure]:
     rates = [part["stack"]["loads"]["1"]["tokens_per_s"] for part in (fp8, bf16)]
     ratio = rates[0] / rates[1]
     lines.append(Figure("FP8 ÷ BF16, one stream", f"{ratio:.2f} ({rates[0]:.0f} ÷ {rates[1]:.0f})", ratio, "≥", 1.35))
-    for name, part in (("BF16", bf16), ("FP8", fp8)):
+    for name, part in first:
         cache = part["prefix_cache"]
         text = f"{cache['ratio']:.1f} ({cache['cold_ms']['p50']:.1f} ÷ {cache['cached_ms']['p50']:.1f} ms)"
         what = f"first token behind 4,000 new tokens ÷ behind 4,000 cached ones, {name}"

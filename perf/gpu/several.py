@@ -41,7 +41,7 @@ def several(work: Path, cache: Path, out: Path, gateway_workers: int, **changes:
     with two_servers(cached, gpus, out / "logs") as (one, other, limited):
         checks = {"cache": share_hits(one, other), "single_flight": fly(one, other), "quota": spend(*limited)}
     failed = [name for name, check in checks.items() if not check["holds"]]
-    say(f"  checks that failed: {', '.join(failed) or 'none'}")
+    say(f"  checks that failed: {', '.join(failed) or 'none'}; {checks}")
     plain = make_artifact(make_row("gpu-scale", SMOLLM2, **common), work, cache)
     rates = {num: rounds_of(plain, num, gpus, gateway_workers, out / "logs") for num in (1, NUM_SERVERS)}
     return {
@@ -155,7 +155,7 @@ def rounds_of(artifact: Path, num_replicas: int, gpus: Sequence[str], gateway_wo
                 f"--gateway-workers={gateway_workers * NUM_SERVERS}",
                 logs=logs / f"scale-{num_replicas}",
                 ready_timeout_s=READY_TIMEOUT_S,
-                environ={CUDA_VARIABLE: ",".join(gpus)},
+                environ={CUDA_VARIABLE: ",".join(gpus[:num_replicas])},
             )
         )
         loads = [started.enter_context(sse_load(stack.gateway_url, "simple")) for _ in range(NUM_LOADS)]
