@@ -231,8 +231,8 @@ def _techniques(result: Result) -> list[Figure]:
     batching, prefix = (result["techniques"][name] for name in ("in-flight-batching", "prefix-cache"))
     return [
         Figure(
-            f"in-flight batching ÷ batches of {batching['static_batch']}, {batching['requests']} answers of 4 to 128 "
-            "tokens, tokens/s",
+            f"in-flight batching ÷ batches of {batching['static_batch']}, {batching['requests']} answers of "
+            "{} to {} tokens, tokens/s".format(*batching["answer_tokens"]),
             f"{batching['ratio']:.1f} ({batching['on']:.0f} ÷ {batching['off']:.0f}; one at a time "
             f"{batching['one_at_a_time']:.0f})",
             batching["ratio"],
