@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cache_stores import MakeStore, run
 
-from orchestrator.cache.index import GRAPH_FROM, VectorIndex
+from orchestrator.cache.index import GRAPH_FROM, VectorIndex, _Graph
 from orchestrator.cache.key import Identity
 from orchestrator.cache.store import SWEEP_PERIOD_S, Entry, Invalidated, MemoryStore, Selection, Size, Store, Vector
 
@@ -180,7 +180,7 @@ def test_graph_finds_what_comparing_all_finds() -> None:
     index = VectorIndex(16)
     for number, row in enumerate(rows):
         index.add(str(number), row)
-    assert index._places is None, "the graph has all"
+    assert isinstance(index._all, _Graph)
     removed = {str(number) for number in range(0, len(rows), 7)}
     for key in sorted(removed):
         index.remove(key)
@@ -221,9 +221,38 @@ def test_what_comes_and_goes_while_the_graph_is_built_is_found() -> None:
                 left.remove(gone)
             assert index.nearest(row, 1)[0][0] == str(number)
             assert len(index) == len(left)
-    assert index._places is None
+    assert isinstance(index._all, _Graph)
     found = [int(key) for row in rows for key, _ in index.nearest(row, 1)]
     assert set(found) <= left
     assert sum(number in left and found[number] == number for number in range(len(rows))) >= 0.97 * len(left)
     with pytest.raises(KeyError):
         index.remove("never")
+
+
+def clustered(num: int, seed: int) -> Vector:
+    """[num, 32], of length 1, in 100 groups, as questions about the same things are."""
+    random = np.random.default_rng(seed)
+    rows = np.random.default_rng(0).normal(size=(100, 32))[random.integers(100, size=num)]
+    rows += 0.5 * random.normal(size=rows.shape)
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("num_replaced", "num_left"), [(0, 2_400), (0, 1_000), (0, 100), (9_000, 3_000), (9_000, 20)])
+def test_what_was_removed_takes_no_place_of_what_is_left(num_replaced: int, num_left: int) -> None:
+    rows = clustered(3_000 + num_replaced, 7)
+    index = VectorIndex(32)
+    for number, row in enumerate(rows):
+        if number >= 3_000:
+            index.remove(str(number - 3_000))
+        index.add(str(number), row)
+    for number in range(num_replaced, len(rows) - num_left):
+        index.remove(str(number))
+    left = range(len(rows) - num_left, len(rows))
+    assert len(index) == num_left
+    num_found = 0
+    for asked in clustered(50, 8):
+        nearest = {str(left[place]) for place in np.argsort(-(rows[left.start :] @ asked))[:8]}
+        found = [key for key, _ in index.nearest(asked, 8)]
+        assert len(found) == 8
+        num_found += len(nearest & set(found))
+    assert num_found >= 0.95 * 50 * 8
