@@ -67,7 +67,7 @@ class GuardedStore:
     async def is_blocked(self, identity: Identity, entry: Entry) -> bool:
         return await self._try(lambda: self.store.is_blocked(identity, entry), True)
 
-    async def mark_wrong(self, asked: Identity, entry: Entry) -> None:
+    async def mark_wrong(self, asked: Identity, entry: Entry | None) -> None:
         await self._insist(self.store.mark_wrong(asked, entry))
 
     async def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated:

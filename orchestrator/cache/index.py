@@ -35,10 +35,10 @@ class VectorIndex:
         self._not_in_next: dict[str, None] = {}  # in order
 
     def __len__(self) -> int:
-        return len(self._all.keys())
+        return len(self._all.keys)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._all.keys()
+        return key in self._all.keys
 
     def add(self, key: str, vector: Vector) -> None:
         """Raises `ValueError` for a key that is there already."""
@@ -48,7 +48,7 @@ class VectorIndex:
         if self._next is not None:
             self._not_in_next[key] = None
         elif len(self) > GRAPH_FROM and (isinstance(self._all, _Rows) or self._all.is_worn):
-            self._next, self._not_in_next = _Graph(self._num_dims), dict.fromkeys(self._all.keys())
+            self._next, self._not_in_next = _Graph(self._num_dims), dict.fromkeys(self._all.keys)
         self._build_further()
 
     def remove(self, key: str) -> None:
@@ -60,7 +60,7 @@ class VectorIndex:
             self._next.remove(key)
         if isinstance(self._all, _Graph) and self._all.is_worn and len(self) <= GRAPH_FROM:
             rows = _Rows(self._num_dims)
-            for left in self._all.keys():
+            for left in self._all.keys:
                 rows.add(left, self._all.vector(left))
             self._all, self._next, self._not_in_next = rows, None, {}
 
@@ -86,6 +86,7 @@ class _Rows:
         self._keys: list[str] = []  # of the rows in use
         self._places: dict[str, int] = {}  # a key's row
 
+    @property
     def keys(self) -> KeysView[str]:
         return self._places.keys()
 
@@ -138,6 +139,7 @@ class _Graph:
         """More than half of what it was given has been removed."""
         return self._num_added > 2 * len(self._numbers)
 
+    @property
     def keys(self) -> KeysView[str]:
         return self._numbers.keys()
 

@@ -267,8 +267,11 @@ class RedisStore:
         key = self._prefix + "blocked:" + _join(entry.identity.tenant)
         return await self.client.zscore(key, _pair(identity, entry)) is not None
 
-    async def mark_wrong(self, asked: Identity, entry: Entry) -> None:
+    async def mark_wrong(self, asked: Identity, entry: Entry | None) -> None:
         """As `MemoryStore`: an answer that is wrong for its own question is evicted; the next one may be right."""
+        entry = entry or await self.get(asked)
+        if entry is None:
+            return
         identity = entry.identity
         await self._run(
             _MARK_WRONG,

@@ -173,10 +173,7 @@ class AnswerCache:
         """
         if answer_id not in self._answers:
             return False
-        identity, entry = self._answers[answer_id]
-        entry = entry or await self._lookup.store.get(identity)
-        if entry is not None:
-            await self._lookup.store.mark_wrong(identity, entry)
+        await self._lookup.store.mark_wrong(*self._answers[answer_id])
         self._answers.pop(answer_id, None)
         return True
 

@@ -120,8 +120,8 @@ class Store(Protocol):
     async def is_blocked(self, identity: Identity, entry: Entry) -> bool:
         """Whether the entry's question was said to be wrong for this one."""
 
-    async def mark_wrong(self, asked: Identity, entry: Entry) -> None:
-        """Evict the entry, and never serve its question's answer to `asked` again."""
+    async def mark_wrong(self, asked: Identity, entry: Entry | None) -> None:
+        """Evict the entry, and never serve its question's answer to `asked` again; None: what is stored for `asked`."""
 
     async def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated: ...
 
@@ -182,7 +182,10 @@ class MemoryStore:
     async def is_blocked(self, identity: Identity, entry: Entry) -> bool:
         return _pair(identity, entry) in self._blocked
 
-    async def mark_wrong(self, asked: Identity, entry: Entry) -> None:
+    async def mark_wrong(self, asked: Identity, entry: Entry | None) -> None:
+        entry = entry or await self.get(asked)
+        if entry is None:
+            return
         if self._entries.get(entry.identity.exact_key) is entry:
             self._remove(entry)
         # An answer that is wrong for its own question is evicted; the next one may be right.

@@ -138,7 +138,13 @@ def test_what_an_operator_asks_for_does_not_seem_done(faulty: Faulty) -> None:
     for _ in range(MAX_FAILURES + 1):
         with pytest.raises(StoreError, match=r"failed \(connection\), nothing or a part was done; try again"):
             run(store.invalidate(Selection(everything=True), dry_run=False))
-    assert faulty.num_calls == MAX_FAILURES + 1
+    with pytest.raises(StoreError):
+        run(store.mark_wrong(entry("a").identity, None))
+    assert faulty.num_calls == MAX_FAILURES + 2
+    faulty.error = None
+    run(store.mark_wrong(entry("a").identity, None))
+    run(store.mark_wrong(entry("a").identity, None))  # nothing is stored for it any more
+    assert len(faulty) == 0
 
 
 @pytest.fixture

@@ -159,6 +159,17 @@ def test_a_wrong_answer_is_evicted_and_the_pair_blocked(make_store: MakeStore) -
     assert not run(store.is_blocked(other, stored))
 
 
+def test_what_is_stored_for_a_question_is_wrong_for_it(make_store: MakeStore) -> None:
+    store = make_store(clock=Clock())
+    stored = entry("a")
+    for _ in range(2):
+        run(store.put(stored))
+        run(store.mark_wrong(stored.identity, None))
+        assert count(store) == 0
+    run(store.mark_wrong(stored.identity, None))
+    assert not run(store.is_blocked(stored.identity, stored))
+
+
 def test_blocked_pairs_are_bounded(make_store: MakeStore) -> None:
     store = make_store(max_blocked=2, clock=Clock())
     stored = entry("a")
