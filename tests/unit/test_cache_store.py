@@ -8,7 +8,17 @@ from cache_stores import MakeStore, run
 
 from orchestrator.cache.index import GRAPH_FROM, VectorIndex, _Graph
 from orchestrator.cache.key import Identity
-from orchestrator.cache.store import SWEEP_PERIOD_S, Entry, Invalidated, MemoryStore, Selection, Size, Store, Vector
+from orchestrator.cache.store import (
+    MAX_REMEMBERED_INVALIDATIONS,
+    SWEEP_PERIOD_S,
+    Entry,
+    Invalidated,
+    MemoryStore,
+    Selection,
+    Size,
+    Store,
+    Vector,
+)
 
 
 class Clock:
@@ -140,6 +150,36 @@ def test_invalidation(make_store: MakeStore, selection: Selection, names: set[st
     assert count(store) == 4
     assert run(store.invalidate(selection, dry_run=False)) == expected
     assert {each.identity.exact_key for each in entries if run(store.get(each.identity))} == set("abcd") - names
+
+
+def test_what_was_invalidated_since_it_was_begun_is_not_stored(make_store: MakeStore) -> None:
+    clock = Clock()
+    clock.now_s = 1000.0
+    store = make_store(clock=clock)
+    run(store.invalidate(Selection(text="hello"), dry_run=False))
+    run(store.invalidate(Selection(older_than_s=0.0), dry_run=False))
+    clock.now_s = 1010.0
+    for name, begun_s, num_stored in [
+        ("say hello", 990.0, 0),
+        ("say hello", 1005.0, 1),
+        ("another", 990.0, 2),
+        ("hello", None, 3),
+    ]:
+        run(store.put(entry(name, stored_s=1010.0), begun_s))
+        assert count(store) == num_stored
+
+
+def test_after_many_invalidations_nothing_begun_before_is_stored(make_store: MakeStore) -> None:
+    clock = Clock()
+    store = make_store(clock=clock)
+    for number in range(MAX_REMEMBERED_INVALIDATIONS + 1):
+        clock.now_s = 100.0 + number
+        run(store.invalidate(Selection(text="hello"), dry_run=False))
+    clock.now_s += 10.0
+    run(store.put(entry("another", stored_s=clock.now_s), 50.0))
+    assert count(store) == 0
+    run(store.put(entry("another", stored_s=clock.now_s), clock.now_s - 2.0))
+    assert count(store) == 1
 
 
 @pytest.mark.parametrize("fields", [{}, {"tenant": "t", "everything": True}])
