@@ -28,7 +28,8 @@ import numpy as np
 from build.compiler import SOURCES, build
 from build.fetch import cache_folder
 from build.rows import load_models, load_target
-from orchestrator.cache.lookup import Embedder
+from orchestrator.cache.guards import rejecting_guard
+from orchestrator.cache.lookup import THRESHOLD, Embedder
 from orchestrator.cache.redis_store import RedisStore, connect
 from orchestrator.contracts import EMBEDDING_ENCODER_MODEL
 from orchestrator.redis_address import REDIS_VARIABLE
@@ -110,10 +111,17 @@ def _build(folder: Path) -> Path:
 
 
 def _make_fillers(embedder: Embedder, num: int) -> list[Question]:
-    """At least `num` questions, none of which could be served in the place of what is asked."""
-    own = np.stack([vector for pair in PARAPHRASES for text in pair if (vector := embedder.embed(text)) is not None])
-    questions = make_questions(_PAIRS, embedder, num)
-    return [question for question in questions if float(np.max(own @ question.vector)) < _MAX_LIKENESS]
+    """`num` questions, none of which would be served in the place of what is asked."""
+    own = list(itertools.chain(*PARAPHRASES))
+    rows = np.stack([vector for text in own if (vector := embedder.embed(text)) is not None])
+
+    def is_apart(question: Question) -> bool:
+        likeness = rows @ question.vector
+        return float(np.max(likeness)) < _MAX_LIKENESS and all(
+            rejecting_guard(question.text, text) for text, like in zip(own, likeness) if like >= THRESHOLD
+        )
+
+    return list(itertools.islice(filter(is_apart, make_questions(_PAIRS, embedder, num)), num))
 
 
 @contextmanager

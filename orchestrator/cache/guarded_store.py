@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
@@ -24,6 +24,9 @@ log = logging.getLogger("orchestrator.cache")
 
 # A request waits no longer than this for one call.
 STORE_TIMEOUT_S = 0.020
+# To connect takes several times as long as a call. What is on its way may take as long too, though nobody waits for it
+# any more: given up, it would leave a connection to be opened anew, and the next call would be late again.
+CONNECT_TIMEOUT_S = 2.0
 # What an operator asks for may look at every entry.
 OPERATOR_TIMEOUT_S = 30.0
 # So many failures in a row, and the store is left alone for `PROBE_PERIOD_S`; then one call tries it.
@@ -48,6 +51,7 @@ class GuardedStore:
     probe_period_s: float = PROBE_PERIOD_S
     _num_failures: int = 0
     _next_probe_s: float = 0.0
+    _late: set[asyncio.Future[Any]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.clock: Callable[[], float] = self.store.clock
@@ -58,8 +62,16 @@ class GuardedStore:
     async def nearest(self, identity: Identity, vector: Vector, num: int) -> Sequence[Near]:
         return await self._try(lambda: self.store.nearest(identity, vector, num), ())
 
-    async def put(self, entry: Entry) -> None:
-        await self._try(lambda: self.store.put(entry), None)
+    async def prepare(self) -> None:
+        """Where it fails, the store is left alone until a probe does it."""
+        try:
+            await asyncio.wait_for(self.store.prepare(), CONNECT_TIMEOUT_S)
+        except (RedisError, OSError, asyncio.TimeoutError) as error:
+            self._num_failures = MAX_FAILURES - 1
+            self._count(error)
+
+    async def put(self, entry: Entry, begun_s: float | None = None) -> None:
+        await self._try(lambda: self.store.put(entry, begun_s), None)
 
     async def touch(self, entry: Entry) -> None:
         await self._try(lambda: self.store.touch(entry), None)
@@ -67,7 +79,7 @@ class GuardedStore:
     async def is_blocked(self, identity: Identity, entry: Entry) -> bool:
         return await self._try(lambda: self.store.is_blocked(identity, entry), True)
 
-    async def mark_wrong(self, asked: Identity, entry: Entry) -> None:
+    async def mark_wrong(self, asked: Identity, entry: Entry | None) -> None:
         await self._insist(self.store.mark_wrong(asked, entry))
 
     async def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated:
@@ -77,6 +89,9 @@ class GuardedStore:
         return await self._try(self.store.size, None)
 
     async def close(self) -> None:
+        for task in self._late:
+            task.cancel()
+        await asyncio.gather(*self._late, return_exceptions=True)
         await self.store.close()
 
     @property
@@ -89,15 +104,50 @@ class GuardedStore:
                 self.errors["skipped"] += 1
                 return otherwise
             self._next_probe_s = monotonic() + self.probe_period_s  # the others wait for what this one finds
+            task = asyncio.ensure_future(self._probe(call))
+        else:
+            task = asyncio.ensure_future(call())
         try:
-            answer = await asyncio.wait_for(call(), self.timeout_s)
+            await asyncio.wait({task}, timeout=self.timeout_s)
+        finally:
+            if not task.done():
+                self._leave(task)
+        try:
+            if not task.done():
+                raise asyncio.TimeoutError
+            answer = task.result()
         except (RedisError, OSError, asyncio.TimeoutError) as error:
             self._count(error)
             return otherwise
+        self._note_answer()
+        return answer
+
+    async def _probe(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Only the call itself need be in time."""
+        await self.store.prepare()
+        started_s = monotonic()
+        answer = await call()
+        if monotonic() - started_s <= self.timeout_s:
+            self._note_answer()
+        return answer
+
+    def _leave(self, task: asyncio.Future[Any]) -> None:
+        """To its end, which nobody waits for."""
+        self._late.add(task)
+        giving_up = asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, task.cancel)
+
+        def forget(task: asyncio.Future[Any]) -> None:
+            giving_up.cancel()
+            self._late.discard(task)
+            if not task.cancelled():
+                task.exception()  # it is counted already, and else asyncio would complain
+
+        task.add_done_callback(forget)
+
+    def _note_answer(self) -> None:
         if self.is_left_alone:
             log.warning("the cache's store answers again")
         self._num_failures = 0
-        return answer
 
     async def _insist(self, call: Awaitable[T]) -> T:
         try:

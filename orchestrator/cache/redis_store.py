@@ -5,6 +5,7 @@ Keys, all under `prefix` and the schema's version; parts are percent-encoded, so
     entry:TENANT:KEY               one answer: head (JSON), answer, vector (raw FP32), member; ends by itself
     vectors:TENANT:PARTITION:DIMS  the vector set of a partition, its elements are exact keys
     blocked:TENANT                 pairs said to be wrong, the oldest first
+    invalidations                  what was invalidated, with when (s of the clock of whoever did it)
     used, ends, sizes              of TENANT:PARTITION:DIMS:KEY, an entry's member: when it was used last, when it ends
                                    (both ms of Redis's clock), its bytes; the field "" of sizes is their sum
 
@@ -15,14 +16,18 @@ ends. One Redis, not a cluster: the scripts reach keys that they are not told of
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from time import time
 from typing import Annotated, Any
 from urllib.parse import quote
+from uuid import uuid4
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -30,9 +35,12 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 
 from orchestrator.cache.key import Identity
-from orchestrator.cache.store import Entry, Invalidated, Near, Selection, Size, Vector
+from orchestrator.cache.store import MAX_REMEMBERED_INVALIDATIONS, Entry, Invalidated, Near, Selection, Size, Vector
+
+log = logging.getLogger("orchestrator.cache")
 
 # Raised by whoever changes what is written: entries of another version are not read.
 SCHEMA = 1
@@ -46,6 +54,10 @@ BUILD_EF = 100
 # Entries that ended and are cleaned up by one script at most, so that none takes long.
 _MAX_PURGED = 32
 _SCAN_COUNT = 500
+# How long invalidations are remembered: no answer takes as long to be made.
+_REMEMBERED_S = 24 * 3600
+# By how much the clocks of those who share may differ.
+_MAX_SKEW_S = 1.0
 
 _COMMON = (
     """
@@ -79,10 +91,14 @@ local function purge(now)
 end
 """
 )
-# ARGV: tenant:key, member, space, key, head, answer, vector, bytes, max_bytes, ttl in ms, build EF
+# ARGV: tenant:key, member, space, key, head, answer, vector, bytes, max_bytes, ttl in ms, build EF, since when it must
+# not have been invalidated (s or "+inf"), the last of these invalidations that is known not to concern it, or "".
+# Returns the invalidations since if there is one that is not known; nothing is stored then.
 _PUT = (
     _COMMON
     + """
+local invalidations = redis.call('ZRANGEBYSCORE', prefix .. 'invalidations', ARGV[12], '+inf')
+if #invalidations > 0 and invalidations[#invalidations] ~= ARGV[13] then return invalidations end
 local now = now_ms()
 purge(now)
 local entry = prefix .. 'entry:' .. ARGV[1]
@@ -90,7 +106,7 @@ local old = redis.call('HGET', entry, 'member')
 if old then forget(old) end
 forget(ARGV[2])
 local ttl = tonumber(ARGV[10])
-if tonumber(ARGV[8]) > tonumber(ARGV[9]) or ttl <= 0 then return 0 end
+if tonumber(ARGV[8]) > tonumber(ARGV[9]) or ttl <= 0 then return {} end
 local vectors = prefix .. 'vectors:' .. ARGV[3]
 if ARGV[7] ~= '' then redis.call('VADD', vectors, 'FP32', ARGV[7], ARGV[4], 'Q8', 'EF', ARGV[11]) end
 redis.call('HSET', entry, 'head', ARGV[5], 'answer', ARGV[6], 'vector', ARGV[7], 'member', ARGV[2])
@@ -107,9 +123,21 @@ end
 for _, key in ipairs({vectors, prefix .. 'used', prefix .. 'ends', prefix .. 'sizes'}) do
   if redis.call('PTTL', key) < ttl then redis.call('PEXPIRE', key, ttl) end
 end
-return 1
+return {}
 """
 )
+# ARGV: when, what; what to remember instead of too many; how many these are, and for how many s.
+_REMEMBER = """
+local key = KEYS[1] .. 'invalidations'
+redis.call('ZREMRANGEBYSCORE', key, '-inf', ARGV[1] - ARGV[5])
+if redis.call('ZCARD', key) >= tonumber(ARGV[4]) then
+  redis.call('DEL', key)
+  redis.call('ZADD', key, ARGV[1], ARGV[3])
+end
+redis.call('ZADD', key, ARGV[1], ARGV[2])
+redis.call('EXPIRE', key, ARGV[5])
+return 1
+"""
 # ARGV: space, tenant, vector, num, search EF. Returns {key, head, answer, vector} of each.
 _NEAREST = (
     _COMMON
@@ -199,9 +227,45 @@ class RedisStore:
 
     def __post_init__(self) -> None:
         self._prefix = f"{self.prefix}:{SCHEMA}:"
-        self._scripts = {
-            text: self.client.register_script(text) for text in (_PUT, _NEAREST, _FORGET, _SIZE, _TOUCH, _MARK_WRONG)
-        }
+        texts = (_PUT, _NEAREST, _FORGET, _SIZE, _TOUCH, _MARK_WRONG, _REMEMBER)
+        self._scripts = {text: self.client.register_script(text) for text in texts}
+        self._has_vector_sets = True
+        self._preparing = asyncio.Lock()
+
+    async def prepare(self) -> None:
+        """Open all connections and load the scripts, each of which takes several times as long as a command.
+
+        Finds out whether this Redis has vector sets; without, nothing is near anything.
+        """
+        async with self._preparing:  # two at once would wait for each other's connections
+            client: Any = self.client
+            await self._open_connections()
+            async with self.client.pipeline(transaction=False) as pipeline:
+                for text in self._scripts:
+                    pipeline.script_load(text)
+                await pipeline.execute()
+            try:
+                await client.execute_command("VSIM", self._prefix + "vectors:", "VALUES", 1, 1.0)
+            except ResponseError as error:
+                log.warning("this Redis has no vector sets (Redis 8 has): only exact repetitions are found: %s", error)
+                self._has_vector_sets = False
+            else:
+                self._has_vector_sets = True
+
+    async def _open_connections(self) -> None:
+        pool: Any = self.client.connection_pool
+        opened = []
+
+        async def open_one() -> None:
+            opened.append(await pool.get_connection())
+
+        try:
+            ends = await asyncio.gather(*(open_one() for _ in range(MAX_CONNECTIONS)), return_exceptions=True)
+        finally:
+            for connection in opened:
+                await pool.release(connection)
+        if not opened:  # a server that lets fewer in is one to work with
+            raise next(end for end in ends if end is not None)
 
     async def get(self, identity: Identity) -> Entry | None:
         key = self._prefix + "entry:" + _join(identity.tenant, identity.exact_key)
@@ -220,6 +284,8 @@ class RedisStore:
 
     async def nearest(self, identity: Identity, vector: Vector, num: int) -> Sequence[Near]:
         """The set compares in 8 bits; the similarities are of the FP32 vectors."""
+        if not self._has_vector_sets:
+            return []
         space = _join(identity.tenant, identity.partition, str(len(vector)))
         tenant = _join(identity.tenant)
         found = await self._run(_NEAREST, space, tenant, _written(vector), num, SEARCH_EF)
@@ -241,11 +307,20 @@ class RedisStore:
                 near.append(Near(entry, float(entry.vector @ vector)))
         return sorted(near, key=lambda each: -each.similarity)
 
-    async def put(self, entry: Entry) -> None:
+    async def put(self, entry: Entry, begun_s: float | None = None) -> None:
         """Store it in place of an entry of the same key; one that is larger than `max_bytes` is not stored."""
+        known = b""
+        while invalidations := await self._put(entry, begun_s, known):
+            if any(_selection(each).has(entry, self.clock()) for each in invalidations):
+                return
+            known = invalidations[-1]
+
+    async def _put(self, entry: Entry, begun_s: float | None, known: bytes) -> list[bytes]:
+        if not self._has_vector_sets:
+            entry = replace(entry, vector=None)
         identity = entry.identity
         vector = b"" if entry.vector is None else _written(entry.vector)
-        await self._run(
+        invalidations: list[bytes] = await self._run(
             _PUT,
             _join(identity.tenant, identity.exact_key),
             _member(entry),
@@ -258,7 +333,10 @@ class RedisStore:
             self.max_bytes,
             int((entry.expires_s - self.clock()) * 1000),
             BUILD_EF,
+            "+inf" if begun_s is None else begun_s - _MAX_SKEW_S,
+            known,
         )
+        return invalidations
 
     async def touch(self, entry: Entry) -> None:
         await self._run(_TOUCH, _member(entry))
@@ -267,8 +345,11 @@ class RedisStore:
         key = self._prefix + "blocked:" + _join(entry.identity.tenant)
         return await self.client.zscore(key, _pair(identity, entry)) is not None
 
-    async def mark_wrong(self, asked: Identity, entry: Entry) -> None:
+    async def mark_wrong(self, asked: Identity, entry: Entry | None) -> None:
         """As `MemoryStore`: an answer that is wrong for its own question is evicted; the next one may be right."""
+        entry = entry or await self.get(asked)
+        if entry is None:
+            return
         identity = entry.identity
         await self._run(
             _MARK_WRONG,
@@ -284,8 +365,12 @@ class RedisStore:
     async def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated:
         """Looks at every entry, some hundred at a time; Redis serves others in between.
 
-        What is stored meanwhile may or may not be among what is looked at.
+        What is stored meanwhile may or may not be among what is looked at, but its making began afterwards.
         """
+        if not dry_run:  # before anything is looked at, for who stores now
+            everything = Selection(tenant=selection.tenant, everything=selection.tenant is None)
+            what = (_written_selection(each) for each in (selection, everything))
+            await self._run(_REMEMBER, self.clock(), *what, MAX_REMEMBERED_INVALIDATIONS, _REMEMBERED_S)
         num_entries = num_bytes = 0
         async for members in self._members(selection.tenant):
             chosen = [member for member, head in await self._heads(members) if self._has(selection, head)]
@@ -373,6 +458,15 @@ def _member(entry: Entry) -> str:
 def _pair(identity: Identity, entry: Entry) -> str:
     """The same for both directions: what is wrong for one is wrong for the other."""
     return _join(*sorted((identity.exact_key, entry.identity.exact_key)))
+
+
+def _written_selection(selection: Selection) -> bytes:
+    """Unlike any other: the same may be invalidated again."""
+    return json.dumps([asdict(selection), uuid4().hex]).encode()
+
+
+def _selection(written: bytes) -> Selection:
+    return Selection(**json.loads(written)[0])
 
 
 def _written(vector: Vector) -> bytes:

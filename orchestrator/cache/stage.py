@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -31,8 +31,6 @@ EMBED_TIMEOUT_S = 0.2
 PREPARE_AFTER_S = 0.001
 # Of how many answers the operator can say that they were wrong.
 MAX_REMEMBERED_ANSWERS = 1000
-# While an answer is made. After more of them it is not stored.
-MAX_REMEMBERED_INVALIDATIONS = 100
 
 # The unit vector of a question, or None when it is longer than the embedder's window, or the embedder failed.
 Embed = Callable[[str], Coroutine[Any, Any, Vector | None]]
@@ -55,13 +53,13 @@ class Counts(Protocol):
 class Query:
     """One request as the cache sees it. `vector` is its question's, once begun, for whoever else needs it.
 
-    `num_invalidations` is how many there had been when it came.
+    `begun_s` is when it came, by the store's clock.
     """
 
     identity: Identity
     control: CacheControl
     may_be_near: bool
-    num_invalidations: int = 0
+    begun_s: float
     vector: asyncio.Task[Vector | None] | None = None
 
     def found_vector(self) -> Vector | None:
@@ -97,8 +95,6 @@ class AnswerCache:
             for language in LANGUAGES:
                 load_lexicon(language)
         self._answers: OrderedDict[str, tuple[Identity, Entry | None]] = OrderedDict()  # by id
-        self._invalidations: deque[tuple[int, Selection]] = deque(maxlen=MAX_REMEMBERED_INVALIDATIONS)
-        self._num_invalidations = 0
 
     def read(self, request: Request, origin: Origin, control: CacheControl) -> Query | None:
         """The request as the cache sees it; None if it bypasses the cache."""
@@ -106,7 +102,7 @@ class AnswerCache:
             return None
         identity = identify(request, origin)
         may_be = may_be_near(request, identity.question, self._policy)
-        return Query(identity, control, may_be, self._num_invalidations)
+        return Query(identity, control, may_be, self._lookup.clock())
 
     async def find_exact(self, query: Query) -> Hit | None:
         if query.control.no_cache:
@@ -146,10 +142,8 @@ class AnswerCache:
             vector = await (query.vector or self._embed(query.identity.question or ""))
         now_s = self._lookup.clock()
         entry = Entry(query.identity, answer.to_json(), answer.model, vector, now_s, now_s + self._policy.ttl_s)
-        if self._was_invalidated(query, entry):
-            return
         try:
-            await self._lookup.store.put(entry)
+            await self._lookup.store.put(entry, query.begun_s)
         except Exception:
             self._note_store_error()
 
@@ -173,24 +167,12 @@ class AnswerCache:
         """
         if answer_id not in self._answers:
             return False
-        identity, entry = self._answers[answer_id]
-        entry = entry or await self._lookup.store.get(identity)
-        if entry is not None:
-            await self._lookup.store.mark_wrong(identity, entry)
+        await self._lookup.store.mark_wrong(*self._answers[answer_id])
         self._answers.pop(answer_id, None)
         return True
 
     async def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated:
-        if not dry_run:
-            self._num_invalidations += 1
-            self._invalidations.append((self._num_invalidations, selection))
         return await self._lookup.store.invalidate(selection, dry_run=dry_run)
-
-    def _was_invalidated(self, query: Query, entry: Entry) -> bool:
-        if self._num_invalidations - query.num_invalidations > MAX_REMEMBERED_INVALIDATIONS:
-            return True
-        since = [selection for number, selection in self._invalidations if number > query.num_invalidations]
-        return any(selection.has(entry, self._lookup.clock()) for selection in since)
 
     def _read_outcome(self, query: Query, outcome: Outcome) -> Hit | None:
         entry, max_age_s = outcome.entry, query.control.max_age_s

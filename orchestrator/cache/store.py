@@ -7,7 +7,7 @@ Its methods await nothing; not for several threads.
 from __future__ import annotations
 
 import unicodedata
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -46,6 +46,8 @@ class Entry:
 
 # 100,000 entries take some 10 ms.
 SWEEP_PERIOD_S = 60.0
+# While answers are made. After more of them what was begun before is not stored.
+MAX_REMEMBERED_INVALIDATIONS = 100
 
 
 class Near(NamedTuple):
@@ -112,7 +114,11 @@ class Store(Protocol):
     async def nearest(self, identity: Identity, vector: Vector, num: int) -> Sequence[Near]:
         """The `num` nearest entries of the identity's partition, nearest first."""
 
-    async def put(self, entry: Entry) -> None: ...
+    async def prepare(self) -> None:
+        """Do ahead what would take the first calls longer."""
+
+    async def put(self, entry: Entry, begun_s: float | None = None) -> None:
+        """Store the entry, unless an invalidation of its like came since `begun_s`, when its making began."""
 
     async def touch(self, entry: Entry) -> None:
         """Note that the entry was served."""
@@ -120,8 +126,8 @@ class Store(Protocol):
     async def is_blocked(self, identity: Identity, entry: Entry) -> bool:
         """Whether the entry's question was said to be wrong for this one."""
 
-    async def mark_wrong(self, asked: Identity, entry: Entry) -> None:
-        """Evict the entry, and never serve its question's answer to `asked` again."""
+    async def mark_wrong(self, asked: Identity, entry: Entry | None) -> None:
+        """Evict the entry, and never serve its question's answer to `asked` again; None: what is stored for `asked`."""
 
     async def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated: ...
 
@@ -142,6 +148,9 @@ class MemoryStore:
     _entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
     _partitions: dict[str, VectorIndex] = field(default_factory=dict)
     _blocked: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
+    _invalidations: deque[tuple[float, Selection]] = field(
+        default_factory=lambda: deque(maxlen=MAX_REMEMBERED_INVALIDATIONS)
+    )
     _swept_s: float = 0.0
 
     def __len__(self) -> int:
@@ -161,8 +170,13 @@ class MemoryStore:
             if len(live) == len(near):  # else those behind the expired ones have not been seen
                 return live
 
-    async def put(self, entry: Entry) -> None:
+    async def prepare(self) -> None:
+        pass
+
+    async def put(self, entry: Entry, begun_s: float | None = None) -> None:
         """Store it in place of an entry of the same key; one that is larger than `max_bytes` is not stored."""
+        if begun_s is not None and self._was_invalidated(entry, begun_s):
+            return
         if entry.identity.exact_key in self._entries:
             self._remove(self._entries[entry.identity.exact_key])
         if entry.num_bytes > self.max_bytes:
@@ -182,7 +196,10 @@ class MemoryStore:
     async def is_blocked(self, identity: Identity, entry: Entry) -> bool:
         return _pair(identity, entry) in self._blocked
 
-    async def mark_wrong(self, asked: Identity, entry: Entry) -> None:
+    async def mark_wrong(self, asked: Identity, entry: Entry | None) -> None:
+        entry = entry or await self.get(asked)
+        if entry is None:
+            return
         if self._entries.get(entry.identity.exact_key) is entry:
             self._remove(entry)
         # An answer that is wrong for its own question is evicted; the next one may be right.
@@ -195,6 +212,7 @@ class MemoryStore:
         now_s = self.clock()
         chosen = [entry for entry in self._entries.values() if selection.has(entry, now_s)]
         if not dry_run:
+            self._invalidations.append((now_s, selection))
             for entry in chosen:
                 self._remove(entry)
         return Invalidated(len(chosen), sum(entry.num_bytes for entry in chosen))
@@ -205,6 +223,12 @@ class MemoryStore:
 
     async def close(self) -> None:
         pass
+
+    def _was_invalidated(self, entry: Entry, begun_s: float) -> bool:
+        since = [selection for at_s, selection in self._invalidations if at_s >= begun_s]
+        return len(since) == MAX_REMEMBERED_INVALIDATIONS or any(
+            selection.has(entry, self.clock()) for selection in since
+        )
 
     def _sweep(self) -> None:
         """Remove what has expired and nobody has asked for since; now and then, for it looks at all."""

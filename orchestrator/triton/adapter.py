@@ -134,6 +134,8 @@ class OrchestratorModel:
         self._loop = uvloop.new_event_loop()  # 0.25 ms to the first token
         self._thread = threading.Thread(target=self._loop.run_forever, name="calls", daemon=True)
         self._thread.start()
+        if self._store is not None:
+            asyncio.run_coroutine_threadsafe(self._store.prepare(), self._loop).result()
         self._is_finished = asyncio.Event()
         self._publishing = asyncio.run_coroutine_threadsafe(self._publish_metrics(), self._loop)
         self._watching = asyncio.run_coroutine_threadsafe(self._watch_quality(), self._loop)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from redis.exceptions import ResponseError
 
 from orchestrator.cache.guarded_store import MAX_FAILURES, STORE_TIMEOUT_S, GuardedStore
 from orchestrator.cache.key import Identity
-from orchestrator.cache.redis_store import RedisStore
+from orchestrator.cache.redis_store import MAX_CONNECTIONS, RedisStore
 from orchestrator.cache.store import Entry, Invalidated, MemoryStore, Selection, StoreError
 from orchestrator.cache.stores import create_store
 from orchestrator.config import ConfigError
@@ -138,7 +140,98 @@ def test_what_an_operator_asks_for_does_not_seem_done(faulty: Faulty) -> None:
     for _ in range(MAX_FAILURES + 1):
         with pytest.raises(StoreError, match=r"failed \(connection\), nothing or a part was done; try again"):
             run(store.invalidate(Selection(everything=True), dry_run=False))
-    assert faulty.num_calls == MAX_FAILURES + 1
+    with pytest.raises(StoreError):
+        run(store.mark_wrong(entry("a").identity, None))
+    assert faulty.num_calls == MAX_FAILURES + 2
+    faulty.error = None
+    run(store.mark_wrong(entry("a").identity, None))
+    run(store.mark_wrong(entry("a").identity, None))  # nothing is stored for it any more
+    assert len(faulty) == 0
+
+
+class SlowRedis:
+    """Passes on what a Redis on a Unix socket says, each answer `delay_s` later. Its own address is `url`."""
+
+    def __init__(self, url: str, folder: Path, delay_s: float) -> None:
+        self._target = url.removeprefix("unix://")
+        self._path = str(folder / "slow")
+        self._delay_s = delay_s
+        self._writers: list[asyncio.StreamWriter] = []
+        self.url = f"unix://{self._path}"
+        self.num_connections = 0
+
+    async def __aenter__(self) -> SlowRedis:
+        self._server = await asyncio.start_unix_server(self._serve, self._path)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.drop()
+        self._server.close()
+        await self._server.wait_closed()
+
+    def drop(self) -> None:
+        """Every connection."""
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        from_redis, to_redis = await asyncio.open_unix_connection(self._target)
+        self._writers += [writer, to_redis]
+        await asyncio.gather(self._pass(reader, to_redis, 0.0), self._pass(from_redis, writer, self._delay_s))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                asyncio.get_running_loop().call_later(delay_s, self._write, writer, data)
+        writer.close()
+
+    def _write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        if not writer.is_closing():
+            writer.write(data)
+
+
+def test_a_redis_that_is_far_is_used_from_the_first_call_on(server: RedisServer, tmp_path: Path) -> None:
+    async def use() -> None:
+        async with SlowRedis(server.url, tmp_path, 0.1) as slow:
+            store = create_store(1 << 20, {"REDIS_URL": slow.url})
+            assert isinstance(store, GuardedStore)
+            store.probe_period_s = 0.05
+            store.timeout_s = 0.25  # of a call, which takes 0.1 s there; to connect takes several times as long
+            await store.prepare()
+            await store.put(entry("a"))
+            assert await store.get(entry("a").identity) is not None
+            assert store.errors == {}
+            before = slow.num_connections
+            found = await asyncio.gather(*(store.get(entry("a").identity) for _ in range(MAX_CONNECTIONS)))
+            assert None not in found and slow.num_connections == before
+            slow.drop()
+            give_up_s = time.monotonic() + 20
+            while None in await asyncio.gather(*(store.get(entry("a").identity) for _ in range(MAX_CONNECTIONS))):
+                assert time.monotonic() < give_up_s, store.errors
+                await asyncio.sleep(0.01)
+            await store.close()
+
+    run(use())
+
+
+def test_what_is_late_goes_on_but_not_for_ever(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use() -> None:
+        store = GuardedStore(faulty)
+        faulty.delay_s = 3600.0
+        assert await store.get(entry("a").identity) is None
+        (late,) = store._late
+        assert not late.done()
+        await asyncio.wait({late}, timeout=10)
+        assert late.cancelled() and not store._late
+        assert await store.get(entry("a").identity) is None
+        (late,) = store._late
+        await store.close()
+        assert late.cancelled()
+
+    monkeypatch.setattr("orchestrator.cache.guarded_store.CONNECT_TIMEOUT_S", 0.05)
+    run(use())
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,62 @@ def test_two_clients_share(redis_url: str, store: RedisStore) -> None:
         await other.close()
 
     run(share())
+
+
+def test_an_invalidation_reaches_what_others_are_making(redis_stores: RedisStores, store: RedisStore) -> None:
+    other = redis_stores(clock=time.time, prefix=store.prefix)
+    kept, begun_s = entry("how a is done"), time.time()
+    run(other.invalidate(Selection(text="another"), dry_run=False))
+    run(other.invalidate(EVERYTHING, dry_run=True))
+    run(store.put(kept, begun_s))
+    assert run(store.get(kept.identity)) == kept
+    run(other.invalidate(Selection(text="A is"), dry_run=False))
+    run(store.put(kept, begun_s))
+    assert run(store.get(kept.identity)) is None
+    run(store.put(kept, time.time() + 2.0))  # past what clocks may differ
+    assert run(store.get(kept.identity)) == kept
+
+
+def test_an_invalidation_between_a_look_and_the_put_is_seen(
+    redis_stores: RedisStores, store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = redis_stores(clock=time.time, prefix=store.prefix)
+    kept, begun_s = entry("a"), time.time()
+    run(other.invalidate(Selection(text="another"), dry_run=False))
+    put = store._put
+
+    async def look(*arguments: Any) -> list[bytes]:
+        found = await put(*arguments)
+        if len(found) == 1:
+            await other.invalidate(Selection(text="a"), dry_run=False)
+        return found
+
+    monkeypatch.setattr(store, "_put", look)
+    run(store.put(kept, begun_s))
+    assert run(store.get(kept.identity)) is None
+
+
+def test_a_redis_without_vector_sets_keeps_exact_repetitions(
+    redis_stores: RedisStores, store: RedisStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    execute = store.client.execute_command
+
+    async def refuse(*arguments: Any, **options: Any) -> Any:
+        return await execute("NOSUCH" if arguments[0] == "VSIM" else arguments[0], *arguments[1:], **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.client, "execute_command", refuse)
+        run(store.prepare())
+    assert "only exact repetitions are found: unknown command" in caplog.text
+    kept = entry("a")
+    run(store.put(kept))
+    found = run(store.get(kept.identity))
+    assert found is not None and (found.answer, found.vector) == (kept.answer, None)
+    assert near_names(store, kept) == []
+    assert not [key for key in keys(store) if key.startswith("vectors")]
+    run(store.prepare())
+    run(store.put(kept))
+    assert near_names(store, kept) == ["a"]
 
 
 def test_bytes_are_bounded_over_all_clients(redis_stores: RedisStores, store: RedisStore) -> None:
@@ -232,4 +289,4 @@ def test_the_sum_is_of_what_is_there(redis_stores: RedisStores, steps: list[tupl
     assert run(store.invalidate(EVERYTHING, dry_run=True)) == Invalidated(size.num_entries, size.num_bytes)
     run(store.invalidate(EVERYTHING, dry_run=False))
     assert run(store.size()) == Size(0, 0)
-    assert {key.split(":")[0] for key in keys(store)} <= {"blocked"}
+    assert {key.split(":")[0] for key in keys(store)} <= {"blocked", "invalidations"}

@@ -696,12 +696,13 @@ def test_what_the_store_could_not_evict_can_be_named_again(bench: Bench, monkeyp
     async def fail(*_: Any) -> None:
         raise StoreError("gone")
 
-    bench.ask()
-    answer_id = bench.ask().events[-1]["id"]
-    with monkeypatch.context() as patch:
-        patch.setattr(bench.store, "mark_wrong", fail)
-        with pytest.raises(StoreUnavailableError, match="try again later"):
-            order(bench, "wrong", id=answer_id)
+    calls = [bench.call(SLOW) for _ in range(2)]
+    fly(bench, calls)
+    for answer_id in (calls[1][1].events[-1]["id"], bench.ask(SLOW).events[-1]["id"]):  # shared, and a hit
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.store, "mark_wrong", fail)
+            with pytest.raises(StoreUnavailableError, match="try again later"):
+                order(bench, "wrong", id=answer_id)
     assert order(bench, "wrong", id=answer_id)["evicted"] is True
     assert len(bench.store) == 0
 
@@ -743,6 +744,7 @@ def test_invalidation_is_a_dry_run_unless_it_is_not(bench: Bench) -> None:
     assert (found["num_entries"], found["dry_run"], len(bench.store)) == (1, True, 2)
     assert order(bench, "invalidate", tenant="other", dry_run=False)["num_entries"] == 0
     assert order(bench, "invalidate", text="capital", dry_run=False)["num_bytes"] == found["num_bytes"]
+    bench.now_s += 1.0
     assert [kind(bench.ask()), kind(bench.ask("How tall is the Eiffel Tower?"))] == ["miss", "exact"]
     assert order(bench, "invalidate", everything=True, dry_run=False)["num_entries"] == 2
 

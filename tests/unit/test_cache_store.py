@@ -6,9 +6,19 @@ import numpy as np
 import pytest
 from cache_stores import MakeStore, run
 
-from orchestrator.cache.index import GRAPH_FROM, VectorIndex
+from orchestrator.cache.index import GRAPH_FROM, VectorIndex, _Graph
 from orchestrator.cache.key import Identity
-from orchestrator.cache.store import SWEEP_PERIOD_S, Entry, Invalidated, MemoryStore, Selection, Size, Store, Vector
+from orchestrator.cache.store import (
+    MAX_REMEMBERED_INVALIDATIONS,
+    SWEEP_PERIOD_S,
+    Entry,
+    Invalidated,
+    MemoryStore,
+    Selection,
+    Size,
+    Store,
+    Vector,
+)
 
 
 class Clock:
@@ -142,6 +152,36 @@ def test_invalidation(make_store: MakeStore, selection: Selection, names: set[st
     assert {each.identity.exact_key for each in entries if run(store.get(each.identity))} == set("abcd") - names
 
 
+def test_what_was_invalidated_since_it_was_begun_is_not_stored(make_store: MakeStore) -> None:
+    clock = Clock()
+    clock.now_s = 1000.0
+    store = make_store(clock=clock)
+    run(store.invalidate(Selection(text="hello"), dry_run=False))
+    run(store.invalidate(Selection(older_than_s=0.0), dry_run=False))
+    clock.now_s = 1010.0
+    for name, begun_s, num_stored in [
+        ("say hello", 990.0, 0),
+        ("say hello", 1005.0, 1),
+        ("another", 990.0, 2),
+        ("hello", None, 3),
+    ]:
+        run(store.put(entry(name, stored_s=1010.0), begun_s))
+        assert count(store) == num_stored
+
+
+def test_after_many_invalidations_nothing_begun_before_is_stored(make_store: MakeStore) -> None:
+    clock = Clock()
+    store = make_store(clock=clock)
+    for number in range(MAX_REMEMBERED_INVALIDATIONS + 1):
+        clock.now_s = 100.0 + number
+        run(store.invalidate(Selection(text="hello"), dry_run=False))
+    clock.now_s += 10.0
+    run(store.put(entry("another", stored_s=clock.now_s), 50.0))
+    assert count(store) == 0
+    run(store.put(entry("another", stored_s=clock.now_s), clock.now_s - 2.0))
+    assert count(store) == 1
+
+
 @pytest.mark.parametrize("fields", [{}, {"tenant": "t", "everything": True}])
 def test_a_selection_says_what_it_selects(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="give tenant, model, older_than_s or text, or everything=True alone"):
@@ -157,6 +197,17 @@ def test_a_wrong_answer_is_evicted_and_the_pair_blocked(make_store: MakeStore) -
     run(store.put(stored))
     assert run(store.is_blocked(asked, stored))
     assert not run(store.is_blocked(other, stored))
+
+
+def test_what_is_stored_for_a_question_is_wrong_for_it(make_store: MakeStore) -> None:
+    store = make_store(clock=Clock())
+    stored = entry("a")
+    for _ in range(2):
+        run(store.put(stored))
+        run(store.mark_wrong(stored.identity, None))
+        assert count(store) == 0
+    run(store.mark_wrong(stored.identity, None))
+    assert not run(store.is_blocked(stored.identity, stored))
 
 
 def test_blocked_pairs_are_bounded(make_store: MakeStore) -> None:
@@ -180,7 +231,7 @@ def test_graph_finds_what_comparing_all_finds() -> None:
     index = VectorIndex(16)
     for number, row in enumerate(rows):
         index.add(str(number), row)
-    assert index._places is None, "the graph has all"
+    assert isinstance(index._all, _Graph)
     removed = {str(number) for number in range(0, len(rows), 7)}
     for key in sorted(removed):
         index.remove(key)
@@ -221,9 +272,38 @@ def test_what_comes_and_goes_while_the_graph_is_built_is_found() -> None:
                 left.remove(gone)
             assert index.nearest(row, 1)[0][0] == str(number)
             assert len(index) == len(left)
-    assert index._places is None
+    assert isinstance(index._all, _Graph)
     found = [int(key) for row in rows for key, _ in index.nearest(row, 1)]
     assert set(found) <= left
     assert sum(number in left and found[number] == number for number in range(len(rows))) >= 0.97 * len(left)
     with pytest.raises(KeyError):
         index.remove("never")
+
+
+def clustered(num: int, seed: int) -> Vector:
+    """[num, 32], of length 1, in 100 groups, as questions about the same things are."""
+    random = np.random.default_rng(seed)
+    rows = np.random.default_rng(0).normal(size=(100, 32))[random.integers(100, size=num)]
+    rows += 0.5 * random.normal(size=rows.shape)
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("num_replaced", "num_left"), [(0, 2_400), (0, 1_000), (0, 100), (9_000, 3_000), (9_000, 20)])
+def test_what_was_removed_takes_no_place_of_what_is_left(num_replaced: int, num_left: int) -> None:
+    rows = clustered(3_000 + num_replaced, 7)
+    index = VectorIndex(32)
+    for number, row in enumerate(rows):
+        if number >= 3_000:
+            index.remove(str(number - 3_000))
+        index.add(str(number), row)
+    for number in range(num_replaced, len(rows) - num_left):
+        index.remove(str(number))
+    left = range(len(rows) - num_left, len(rows))
+    assert len(index) == num_left
+    num_found = 0
+    for asked in clustered(50, 8):
+        nearest = {str(left[place]) for place in np.argsort(-(rows[left.start :] @ asked))[:8]}
+        found = [key for key, _ in index.nearest(asked, 8)]
+        assert len(found) == 8
+        num_found += len(nearest & set(found))
+    assert num_found >= 0.95 * 50 * 8

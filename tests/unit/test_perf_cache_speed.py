@@ -14,6 +14,7 @@ from cache_stores import MakeStore, run
 from build.compiler import SOURCES
 from orchestrator.cache.key import Origin, identify
 from orchestrator.cache.lookup import Lookup
+from orchestrator.cache.store import Vector
 from orchestrator.cache.stored import StoredAnswer
 from orchestrator.config import load_tiers
 from orchestrator.pipeline import digest_tier
@@ -23,6 +24,7 @@ from perf.cache_fillers import fill, fillable_sources, write_fillers
 from perf.cache_lookup_speed import Question
 from perf.cache_speed import cache_speed
 from perf.errors import PerfError
+from perf.prompts import PARAPHRASES
 
 
 def question(text: str, place: int) -> Question:
@@ -61,6 +63,24 @@ def test_the_orchestrators_model_is_replaced_and_no_other(tmp_path: Path) -> Non
     }
     assert changed == {Path("orchestrator", "1", "model.py")}
     assert "class TritonPythonModel" in (sources / "orchestrator" / "1" / "model.py").read_text()
+
+
+def test_what_the_guards_let_pass_fills_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {text: vector for vector, pair in zip(np.eye(5, dtype=np.float32), PARAPHRASES) for text in pair}
+
+    class Embedder:
+        def embed(self, text: str) -> Vector:
+            return asked[text]
+
+    def near(text: str, similarity: float) -> Question:  # to the question about the password
+        return Question(text, np.array([0, 0, 0, similarity, np.sqrt(1 - similarity**2)], np.float32))
+
+    served, rejected = near("hwo do i rset my passwrod", 0.41), near("How do I reset my router?", 0.41)
+    far, nearest = near("hwo do i rset my passwrod", 0.19), near("How do I reset my phone?", 0.51)
+    monkeypatch.setattr(
+        module, "make_questions", lambda pairs, embedder, num: [served, rejected, nearest, far, *QUESTIONS]
+    )
+    assert module._make_fillers(Embedder(), 2) == [rejected, far]
 
 
 @pytest.fixture
