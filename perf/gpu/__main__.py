@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from perf.gpu.several import several
+from perf.gpu.several import replicas, several
 from perf.gpu.sides import card_name, gpu_facts, versions
 from perf.gpu.speed import LOADS, LOADS_OF_TWO, PROMPTS, speed
 from perf.gpu.techniques import chunked, hits, ngram
@@ -31,7 +31,14 @@ OF_SIDES: Mapping[str, Part] = {
     **{f"speed-{precision}": partial(speed, precision, loads=LOADS) for precision in ("bf16", "fp8")},
     "tp2": partial(speed, "bf16", lengths=PROMPTS, loads=LOADS_OF_TWO, num_gpus=2),
 }
-OTHERS: Mapping[str, Part] = {"text": text, "chunked": chunked, "ngram": ngram, "hits": hits, "several": several}
+OTHERS: Mapping[str, Part] = {
+    "text": text,
+    "chunked": chunked,
+    "ngram": ngram,
+    "hits": hits,
+    "several": several,
+    "replicas": replicas,
+}
 PARTS = (*OF_SIDES, *OTHERS)
 HERE = Path(__file__).parent
 

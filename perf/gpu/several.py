@@ -1,7 +1,7 @@
-"""Part `several`: two orchestrators with an engine each, on two GPUs or, where there is one, both on that.
+"""Parts `several` and `replicas`: two orchestrators with an engine each, both on the first GPU.
 
-First as two servers on one Redis, asked at the same moment: what one has stored the other one serves, a quota is both's
-together, and each generates a question once. Then as two replicas behind one gateway, beside one alone.
+`several`: two servers on one Redis, asked at the same moment: what one has stored the other one serves, a quota is
+both's together, and each generates a question once. `replicas`: two of them behind one gateway, beside one alone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from orchestrator.engines.vllm import CUDA_VARIABLE
 from orchestrator.limits.keys import Key, KeyFile, change_keys, digest_of, new_secret
 from orchestrator.redis_address import REDIS_VARIABLE
 from perf.errors import PerfError
 from perf.gpu.rows import SMOLLM2, make_artifact, make_row
-from perf.gpu.sides import READY_TIMEOUT_S, gpu_facts, sse_load
+from perf.gpu.sides import READY_TIMEOUT_S, sse_load
 from perf.gpu.speed import Prompts
 from perf.gpu.text import Client, message
 from perf.prompts import fresh_question
@@ -27,6 +26,7 @@ from perf.report import say
 from perf.stack import running_stack
 
 NUM_SERVERS = 2
+ROW = {"precision": "bf16", "max_seq_len": 8192, "gpu_memory_share": 0.3}
 NUM_QUESTIONS, ANSWER_TOKENS, NUM_ASKING = 40, 1024, 4
 NUM_TOGETHER = 80
 QUOTA, NUM_OF_QUOTA = 100, 200  # requests a minute, and how many come at once
@@ -35,30 +35,28 @@ STREAMS_EACH, STREAM_TOKENS, STREAM_PROMPT, NUM_LOADS, ROUNDS = 256, 512, 128, 4
 
 def several(work: Path, cache: Path, out: Path, gateway_workers: int, **changes: Any) -> dict[str, Any]:
     """Raises `PerfError` only when a server does not start or answer."""
-    common = {"precision": "bf16", "max_seq_len": 8192, "gpu_memory_share": 0.3, **changes}
-    gpus = ("0", "1") if gpu_facts().get("cards", 1) > 1 else ("0", "0")
-    cached = make_artifact(make_row("gpu-several", SMOLLM2, has_cache=True, **common), work, cache)
-    with two_servers(cached, gpus, out / "logs") as (one, other, limited):
+    row = make_row("gpu-several", SMOLLM2, has_cache=True, **{**ROW, **changes})
+    with two_servers(make_artifact(row, work, cache), out / "logs") as (one, other, limited):
         checks = {"cache": share_hits(one, other), "single_flight": fly(one, other), "quota": spend(*limited)}
     failed = [name for name, check in checks.items() if not check["holds"]]
     say(f"  checks that failed: {', '.join(failed) or 'none'}; {checks}")
-    plain = make_artifact(make_row("gpu-scale", SMOLLM2, **common), work, cache)
-    rates = {num: rounds_of(plain, num, gpus, gateway_workers, out / "logs") for num in (1, NUM_SERVERS)}
+    return {"checks": checks, "failed": failed}
+
+
+def replicas(work: Path, cache: Path, out: Path, gateway_workers: int, **changes: Any) -> dict[str, Any]:
+    """Tokens/s of one and of two, with as many streams for each."""
+    artifact = make_artifact(make_row("gpu-replicas", SMOLLM2, **{**ROW, **changes}), work, cache)
+    rates = {num: rounds_of(artifact, num, gateway_workers, out / "logs") for num in (1, NUM_SERVERS)}
     return {
-        "gpus": sorted(set(gpus)),
-        "checks": checks,
-        "failed": failed,
         "streams_of_each": STREAMS_EACH,
         "tokens_per_s_by_replicas": rates,
-        "two_replicas_over_one": round(max(rates[NUM_SERVERS]) / max(rates[1]), 3),
+        "two_over_one": round(max(rates[NUM_SERVERS]) / max(rates[1]), 3),
     }
 
 
 @contextmanager
-def two_servers(
-    artifact: Path, gpus: Sequence[str], logs: Path
-) -> Iterator[tuple[Client, Client, tuple[Client, Client]]]:
-    """On one Redis and one file of keys, each on its one of `gpus`: a client of each, and two with a key of `QUOTA`."""
+def two_servers(artifact: Path, logs: Path) -> Iterator[tuple[Client, Client, tuple[Client, Client]]]:
+    """On one Redis and one file of keys: a client of each, and two with a key of `QUOTA`."""
     from perf.redis_server import RedisServer  # its package need not be there for the other parts
 
     redis = RedisServer()
@@ -74,10 +72,10 @@ def two_servers(
                         f"--keys={keys}",
                         logs=logs / f"several-{number}",
                         ready_timeout_s=READY_TIMEOUT_S,
-                        environ={REDIS_VARIABLE: redis.url, CUDA_VARIABLE: gpu},
+                        environ={REDIS_VARIABLE: redis.url},
                     )
                 )
-                for number, gpu in enumerate(gpus)
+                for number in range(NUM_SERVERS)
             ]
             one, other = (Client(stack.gateway_url, free) for stack in stacks)
             few, fewer = (Client(stack.gateway_url, limited) for stack in stacks)
@@ -145,7 +143,7 @@ def text_of(answer: Mapping[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-def rounds_of(artifact: Path, num_replicas: int, gpus: Sequence[str], gateway_workers: int, logs: Path) -> list[float]:
+def rounds_of(artifact: Path, num_replicas: int, gateway_workers: int, logs: Path) -> list[float]:
     """Tokens/s of `STREAMS_EACH` streams for each of the replicas, all started together, round by round."""
     with ExitStack() as started:
         stack = started.enter_context(
@@ -155,7 +153,6 @@ def rounds_of(artifact: Path, num_replicas: int, gpus: Sequence[str], gateway_wo
                 f"--gateway-workers={gateway_workers * NUM_SERVERS}",
                 logs=logs / f"scale-{num_replicas}",
                 ready_timeout_s=READY_TIMEOUT_S,
-                environ={CUDA_VARIABLE: ",".join(gpus[:num_replicas])},
             )
         )
         loads = [started.enter_context(sse_load(stack.gateway_url, "simple")) for _ in range(NUM_LOADS)]

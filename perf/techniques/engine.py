@@ -20,8 +20,8 @@ from perf.techniques.comparison import (
 from perf.techniques.ground import Ground
 from perf.worker import Worker
 
-# Answers of a mixed load, in tokens, as a chat has them: many short ones, some long ones, in any order. So many that the
-# last ones, which run with less and less beside them, do not count for much.
+# Answers of a mixed load, in tokens, as a chat has them: many short ones, some long ones, in any order. So many that
+# the last ones, which run with less and less beside them, do not count for much.
 LENGTHS = (8, 16, 32, 48, 64, 64, 96, 128, 128, 192, 256, 512)
 NUM_OF_EACH_LENGTH, NUM_ONE_AT_A_TIME = 16, 24
 STATIC_BATCH = 8
