@@ -269,9 +269,17 @@ def _check_roles(pairs: list[tuple[int, int, Token, Token]], *, may_lead: bool) 
     for (at, there, verb, _), (next_at, next_there, cached, asked) in pairwise(pairs):
         if verb.is_verb and next_at - at == next_there - there == 1 and {cached.role, asked.role} in _WHAT_OR_WHERE:
             return "roles"  # "draw a gun", "draw with a gun"
+    together = {(cached.part, asked.part) for _, _, cached, asked in pairs}
     for (at, there, cached, asked), (later_at, later_there, later_cached, later_asked) in combinations(pairs, 2):
         if (at - later_at) * (there - later_there) >= 0:
             continue
+        if (
+            cached.part != later_cached.part
+            and asked.part != later_asked.part
+            and (cached.role, asked.role) == (later_asked.role, later_cached.role)
+            and not together.isdisjoint({(cached.part, later_asked.part), (later_cached.part, asked.part)})
+        ):
+            return "order"  # other words of their clauses stayed: "in Rome when it is noon in Oslo"
         if cached.part != later_cached.part or asked.part != later_asked.part:
             continue
         if cached.role == later_cached.role == asked.role == later_asked.role == "between":

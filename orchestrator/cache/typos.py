@@ -11,7 +11,7 @@ from orchestrator.cache.languages import strip_accents
 from orchestrator.cache.lexicon import Lexicon, words
 
 _WORD = re.compile(r"(?<![\w'@./-])[^\W\d_]{2,}(?![\w'@/-])")
-_LETTERS = re.compile(r"[^\W\d_]+")
+_LETTERS = re.compile(r"(?<!')[^\W\d_]+(?!')")  # "didn't" is not "didn t"
 # The words that ask: without them a question has no kind. They are looked for also where the other question has none.
 _ASKING = words("what how where when which who why does can should please could would difference many much the")
 
