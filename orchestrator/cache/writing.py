@@ -17,9 +17,19 @@ from orchestrator.cache.lexicon import load_lexicon
 _CODE = re.compile(
     r"[\[\]{}=<>|\\^~²³&*+]|\w\(|(?<!\w)[/%#!.-]{2,}|^\.$|(?<!\w)![\w(]|^!|\$(?!\d)|(?<=\w)::?(?=\w)|\.\w+\("
 )
+# Punctuation that no word stands before: "??" and "?." of C#, but not what ends a text.
+_OPERATOR = re.compile(r"(?:(?<![^\s\"'`(“„«])|(?<=[\u4e00-\u9fff]))[?!.:;,]{2,}|(?<=\w)(?:\?\.|[?!:]{2,})(?=\w)")
+_MARK = re.compile(r"(?<!\S)[?!.:;,](?=\s+\w)")
+_ENDS = re.compile(r"[?!]+|\.+")
+# An operation: in a text with one, brackets say what is done first.
+_OPERATION = re.compile(
+    r"[\w)] ?[-+*/×÷^%=<>&|]+ ?[\w(]|[\d)] (?:plus|minus|times|divided|mal|geteilt|fois|divisé|por|más|menos|moins)\b"
+    r"|\b(?:not|and|or|xor) \("
+)
 _AROUND = ' .?"“”„«»`'
 _BEFORE, _AFTER = "¿¡'\"`“”‘’«»", ".,;:!?'\"`“”‘’«»…"
 _QUOTED = re.compile(r"\"[^\"]*\"|“[^”]*”|«[^»]*»|„[^“”]*[“”]|`[^`]*`")
+_QUOTE = re.compile(r"[\"“”„«»`]|(?<!\w)'|'(?!\w)")
 # What stands behind such an order's colon is what it is done to.
 _ORDER = re.compile(
     r"^(?:\w+ )?(?:translate|correct|spell|fix|rewrite|rephrase|reverse|proofread|check|make|write|count|classify)\b"
@@ -83,6 +93,7 @@ class Writing(NamedTuple):
     """One text as it is written; `code` are its pieces of code, flags, negative numbers and signs, sorted."""
 
     code: tuple[str, ...]
+    marks: tuple[str, ...]  # punctuation that stands alone within the text
     quoted: tuple[str, ...]
     object: tuple[str, ...]  # what an order, or a question about words, is about
     measures: tuple[str, ...]  # what stands behind numbers, such as "MB/s"
@@ -90,6 +101,7 @@ class Writing(NamedTuple):
     lowered: frozenset[str]
     # Words with a capital within a sentence, by their lower case; none where capitals say nothing.
     capitals: frozenset[str]
+    is_shouted: bool
     minds_capitals: bool  # the writer begins with one, and does not begin most words with one
 
 
@@ -97,6 +109,27 @@ def _signs(text: str) -> list[str]:
     """Pictures, arrows, signs of mathematics; and faces of punctuation."""
     signs = [letter for letter in text if ord(letter) > 127 and unicodedata.category(letter) in ("So", "Sm")]
     return signs + [chunk for chunk in text.split() if _FACE.fullmatch(chunk)]
+
+
+def _operators(text: str) -> list[str]:
+    return [
+        found[0]
+        for found in _OPERATOR.finditer(text)
+        if text[found.end() :].strip(_AFTER + ")") or not _ENDS.fullmatch(found[0])
+    ]
+
+
+def _bracketed(text: str) -> list[str]:
+    """The pieces of an operation that have a bracket, such as "(2" and "3)"."""
+    text = text.replace("（", "(").replace("）", ")")
+    if "(" not in text or not _OPERATION.search(text):
+        return []
+    return [chunk for chunk in map(_strip, text.split()) if ("(" in chunk) != (")" in chunk)]
+
+
+def is_shouted(text: str) -> bool:
+    """Whether several words are all in capitals, which then say nothing."""
+    return text.isupper() and len(_WORD.findall(text)) > 2
 
 
 def _strip(chunk: str) -> str:
@@ -114,13 +147,26 @@ def look_at(text: str) -> Writing:
     are_told_apart = bool(inner) and num_capitals * 2 <= len(inner) and words[0][0].isupper()
     within = re.findall(r"(?<![.?!:]\s)(?<=\s)[A-ZÀ-Þ][\w']*", text) if are_told_apart else []
     return Writing(
-        tuple(sorted([*code, *_NEGATIVE.findall(text), *_FLAG.findall(text), *_signs(text)])),
+        tuple(
+            sorted(
+                [
+                    *code,
+                    *_NEGATIVE.findall(text),
+                    *_FLAG.findall(unicodedata.normalize("NFKC", text)),
+                    *_signs(text),
+                    *_operators(text),
+                    *_bracketed(text),
+                ]
+            )
+        ),
+        tuple(_MARK.findall(text)),
         tuple(_QUOTED.findall(text)),
         (*_ORDER.findall(text), *([text] if _ABOUT_WORDS.search(text) else [])),
         tuple(_MEASURE.findall(text)),
         words,
         frozenset(word for word in words if word.islower()),
         frozenset(word.lower() for word in within),
+        is_shouted(text),
         are_told_apart,
     )
 
@@ -129,6 +175,8 @@ def rejecting_writing(cached: str, asked: str, language: str) -> str | None:
     """The guard that will not have the two texts share an answer for how they are written, or None."""
     one, other = look_at(cached), look_at(asked)
     if one.code != other.code:
+        return "identifier"
+    if one.marks and other.marks and one.marks != other.marks:
         return "identifier"
     if _differ_where_both(one.quoted, other.quoted) or _differ_where_both(one.object, other.object):
         return "words"
@@ -153,7 +201,7 @@ def rejecting_writing(cached: str, asked: str, language: str) -> str | None:
 
 def _differ_where_both(texts: tuple[str, ...], others: tuple[str, ...]) -> bool:
     """Where one side does without, its words have to do."""
-    mine, theirs = ({text.strip(_AROUND) for text in each} for each in (texts, others))
+    mine, theirs = ({_QUOTE.sub("", text).strip(_AROUND) for text in each} for each in (texts, others))
     return bool(mine and theirs) and mine != theirs
 
 
@@ -162,6 +210,11 @@ def _differ_in_units(one: Writing, other: Writing, language: str) -> bool:
         measures = {measure.lower(): measure for measure in other.measures}
         if any(measures.get(measure.lower(), measure) != measure for measure in one.measures):
             return True
+    if one.is_shouted or other.is_shouted:
+        quiet = other if one.is_shouted else one
+        return one.is_shouted != other.is_shouted and any(
+            not measure.islower() and not measure.isupper() for measure in quiet.measures
+        )
     theirs = {word.lower(): word for word in other.words if _may_be_unit(word)}
     return any(theirs.get(word.lower(), word)[1:] != word[1:] for word in one.words if _may_be_unit(word))
 
