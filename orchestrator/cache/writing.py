@@ -11,7 +11,7 @@ import unicodedata
 from itertools import pairwise
 from typing import NamedTuple
 
-from orchestrator.cache.lexicon import load_lexicon
+from orchestrator.cache.lexicon import Lexicon, load_lexicon
 
 # What stands between two spaces and has one of these is code, or a formula.
 _CODE = re.compile(
@@ -51,39 +51,6 @@ _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 _MAX_UNIT = 4
 _LITTLE = frozenset(("us", "it", "who", "may"))  # and the US, IT, the WHO, May
 _POLITE = frozenset(("sie", "ihnen", "ihr", "ihre", "ihren", "ihrem"))  # German, with a capital: you
-# Both, or one of them: what a list asks for.
-_JOINS = {
-    "en": ({"and"}, {"or"}),
-    "de": ({"und"}, {"oder"}),
-    "es": ({"y", "e"}, {"o", "u"}),
-    "fr": ({"et"}, {"ou"}),
-}
-# Of these languages an article says which of two words it is: "la tour", "le tour"; "el capital", "la capital".
-_GENDERS = {
-    "fr": {"le": "m", "un": "m", "du": "m", "au": "m", "la": "f", "une": "f"},
-    "es": {"el": "m", "un": "m", "del": "m", "al": "m", "la": "f", "una": "f"},
-    # By case and number it may be of several: "in der Stadt", "die Städte".
-    "de": {"der": "mfp", "die": "fp", "das": "n", "dem": "mn", "den": "mp", "des": "mn", "ein": "mn", "eine": "f"},
-}
-# One's own, and others': what is asked of oneself is not asked of them.
-_OWN = {
-    "en": {"my", "me", "mine", "our", "us", "myself"},
-    "de": {"mein", "meine", "meinen", "meinem", "mich", "mir"},
-    "es": {"mi", "mis", "me"},
-    "fr": {"mon", "ma", "mes"},
-}
-_OTHERS = {
-    "en": {"his", "her", "hers", "him", "their", "them", "himself", "herself"},
-    "de": {"sie", "ihn", "ihm", "ihr", "ihre", "ihren", "ihrem", "sein", "seine", "seinen", "seinem"},
-    "es": {"su", "sus"},
-    "fr": {"son", "sa", "ses", "leur", "leurs"},
-}
-# "Más fuerte", "el más fuerte"; and who does it to whom in German.
-_EXACT = {
-    "es": re.compile(r"\b(?:el|la|los|las) (?:más|menos|mejor|mejores|peor|peores)\b"),
-    "fr": re.compile(r"\b(?:le|la|les) (?:plus|moins|meilleure?s?|pires?)\b"),
-    "de": re.compile(r"\b(?:wer|wen|wem|wessen)\b"),
-}
 # "Who would win" is not "who won"; "I would like to know", "would you", "what would be" say no more than others.
 _WOULD = re.compile(r"\bwould(?:n't| not)?(?! (?:you|i|we|it|that|like|love|be|anyone|anybody|someone|somebody)\b)")
 _POLITE_WOULD = re.compile(r"\b(?:i|you|we)(?:'d| would)\b")
@@ -186,13 +153,16 @@ def rejecting_writing(cached: str, asked: str, language: str) -> str | None:
         return "name"
     if language == "de" and (_differ_in_nouns(one, other) or _differ_in_nouns(other, one)):
         return "name"
-    if language in _JOINS and _differ_in_joins(one, other, language):
+    lexicon = load_lexicon(language)
+    if _differ_in_joins(one, other, lexicon):
         return "scope"
-    if language in _GENDERS and _differ_in_gender(one, other, language):
+    if _differ_in_gender(one, other, lexicon):
         return "name"
-    if language in _EXACT and _find(_EXACT[language], cached) != _find(_EXACT[language], asked):
-        return "roles" if language == "de" else "superlative"
-    if language in _OWN and (_differ_in_owner(one, other, language) or _differ_in_owner(other, one, language)):
+    if _find(lexicon.superlative, cached) != _find(lexicon.superlative, asked):
+        return "superlative"
+    if _find(lexicon.cases, cached) != _find(lexicon.cases, asked):
+        return "roles"
+    if _differ_in_owner(one, other, lexicon) or _differ_in_owner(other, one, lexicon):
         return "roles"
     if language == "en" and _says_would(cached) != _says_would(asked):
         return "modality"
@@ -244,37 +214,33 @@ def _differ_in_nouns(one: Writing, other: Writing) -> bool:
     return bool(other.capitals) and not (one.capitals - one.lowered).isdisjoint(other.lowered - other.capitals)
 
 
-def _differ_in_joins(one: Writing, other: Writing, language: str) -> bool:
-    both, either = _JOINS[language]
-
+def _differ_in_joins(one: Writing, other: Writing, lexicon: Lexicon) -> bool:
     def said(writing: Writing) -> tuple[bool, bool]:
-        return not both.isdisjoint(writing.lowered), not either.isdisjoint(writing.lowered)
+        return not lexicon.both.isdisjoint(writing.lowered), not lexicon.either.isdisjoint(writing.lowered)
 
     return {said(one), said(other)} == {(True, False), (False, True)}
 
 
-def _differ_in_gender(one: Writing, other: Writing, language: str) -> bool:
-    mine, theirs = _genders(one, language), _genders(other, language)
+def _differ_in_gender(one: Writing, other: Writing, lexicon: Lexicon) -> bool:
+    mine, theirs = _genders(one, lexicon), _genders(other, lexicon)
     return any(set(theirs.get(noun, genders)).isdisjoint(genders) for noun, genders in mine.items())
 
 
-def _genders(writing: Writing, language: str) -> dict[str, str]:
-    articles = _GENDERS[language]
+def _genders(writing: Writing, lexicon: Lexicon) -> dict[str, str]:
     lowered = [word.lower() for word in writing.words]
-    return {noun: articles[article] for article, noun in pairwise(lowered) if article in articles}
+    return {noun: lexicon.genders[article] for article, noun in pairwise(lowered) if article in lexicon.genders}
 
 
 def _find(pattern: re.Pattern[str], text: str) -> list[str]:
     return sorted(pattern.findall(text.lower()))
 
 
-def _differ_in_owner(one: Writing, other: Writing, language: str) -> bool:
-    own, others = _OWN[language], _OTHERS[language]
+def _differ_in_owner(one: Writing, other: Writing, lexicon: Lexicon) -> bool:
     return (
-        not own.isdisjoint(one.lowered)
-        and others.isdisjoint(one.lowered)
-        and own.isdisjoint(other.lowered)
-        and not others.isdisjoint(other.lowered)
+        not lexicon.own.isdisjoint(one.lowered)
+        and lexicon.others.isdisjoint(one.lowered)
+        and lexicon.own.isdisjoint(other.lowered)
+        and not lexicon.others.isdisjoint(other.lowered)
     )
 
 
