@@ -39,7 +39,7 @@ def read_chinese(text: str) -> Reading:
     asked = tuple(sorted(kind for kind in kinds if kind != "none")) or ("none",)
     if len(asked) > 1 and len(set(asked)) == 1:
         asked = asked[:1]
-    return Reading("zh", asked, frozenset(), (), tuple(tokens), False)
+    return Reading("zh", asked, frozenset(), tuple(tokens), False)
 
 
 def _strip(clause: str, lexicon: Lexicon) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
@@ -18,7 +19,7 @@ from orchestrator.cache.languages import guess_language, strip_accents
 from orchestrator.cache.lexicon import Lexicon, load_lexicon, words
 from orchestrator.cache.reading import ADVERBS, DANGLING, MODALS, Reading, Token, read_question
 from orchestrator.cache.typos import mend
-from orchestrator.cache.writing import look_at, rejecting_writing
+from orchestrator.cache.writing import is_shouted, look_at, rejecting_writing
 
 # Kinds that a question without any word of asking may stand for: "capital of France?", "reset iphone password".
 _NONE_LIKE = {"what", "how", "howmuch", "command"}
@@ -81,6 +82,7 @@ def rejecting_guard(cached: str, asked: str) -> str | None:
         return "language"
     if guard := rejecting_writing(cached, asked, language):
         return guard
+    cached, asked = _without_shouting(cached), _without_shouting(asked)
     if language != "zh":
         lexicon = load_lexicon(language)
         asked = mend(asked, cached, lexicon)
@@ -96,12 +98,16 @@ def _is_english(text: str) -> bool:
     return not found or sum(known) * 2 >= len(known)
 
 
+def _without_shouting(text: str) -> str:
+    return text.lower() if is_shouted(text) else text
+
+
 def prepare(asked: str) -> None:
     """Read a question before there is another to compare it with, so that `rejecting_guard` finds it read."""
     guess = guess_language(asked)
     if len(asked) <= MAX_CHARACTERS and guess.language is not None:
         look_at(asked)
-        read(asked, guess.language)
+        read(_without_shouting(asked), guess.language)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,8 +119,6 @@ def compare(cached: Reading, asked: Reading) -> str | None:
     """As `rejecting_guard`, for questions of one language that are read already."""
     if cached.language != asked.language:
         return "language"
-    if cached.flags != asked.flags:
-        return "identifier"
     lexicon = load_lexicon(cached.language)
     if not _same_kind(cached, asked):
         return "kind"
@@ -269,9 +273,20 @@ def _check_roles(pairs: list[tuple[int, int, Token, Token]], *, may_lead: bool) 
     for (at, there, verb, _), (next_at, next_there, cached, asked) in pairwise(pairs):
         if verb.is_verb and next_at - at == next_there - there == 1 and {cached.role, asked.role} in _WHAT_OR_WHERE:
             return "roles"  # "draw a gun", "draw with a gun"
+    moves = Counter((cached.part, asked.part) for _, _, cached, asked in pairs)
     for (at, there, cached, asked), (later_at, later_there, later_cached, later_asked) in combinations(pairs, 2):
         if (at - later_at) * (there - later_there) >= 0:
             continue
+        if (
+            cached.part != later_cached.part
+            and asked.part != later_asked.part
+            and (cached.role, asked.role) == (later_asked.role, later_cached.role)
+            and (
+                moves[cached.part, asked.part] <= moves[cached.part, later_asked.part]
+                or moves[later_cached.part, later_asked.part] <= moves[later_cached.part, asked.part]
+            )
+        ):
+            return "order"  # the others of a clause stayed: "in Rome when it is noon in Oslo"
         if cached.part != later_cached.part or asked.part != later_asked.part:
             continue
         if cached.role == later_cached.role == asked.role == later_asked.role == "between":

@@ -21,7 +21,6 @@ _WRITTEN = re.compile(
     r"|[^\W\d_]+\+\+|[^\W\d_]#(?!\w)"  # c++, c#
     r"|\w+(?:['.@_/:-]\w+)*"
 )
-_FLAG = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 _CURRENCY_BEFORE = re.compile(r"([$€£¥₹])\s?(\d[\d.,]*\d|\d)")
 _ORDINAL = re.compile(r"\b(\d+)(?:st|nd|rd|th)\b")
 _GLUED_UNIT = re.compile(
@@ -103,7 +102,6 @@ class Reading(NamedTuple):
     language: str
     kinds: tuple[str, ...]
     tenses: frozenset[str]
-    flags: tuple[str, ...]
     tokens: tuple[Token, ...]
     minds_accents: bool
 
@@ -168,7 +166,6 @@ def read_question(text: str, language: str) -> Reading:
         language,
         asked,
         frozenset(tenses),
-        tuple(sorted(_FLAG.findall(plain))),
         tuple(tokens),
         any(ord(letter) > 127 and letter.isalpha() for letter in lowered)
         or (language != "en" and plain.lstrip("¿¡")[:1].isupper()),

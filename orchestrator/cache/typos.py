@@ -11,7 +11,7 @@ from orchestrator.cache.languages import strip_accents
 from orchestrator.cache.lexicon import Lexicon, words
 
 _WORD = re.compile(r"(?<![\w'@./-])[^\W\d_]{2,}(?![\w'@/-])")
-_LETTERS = re.compile(r"[^\W\d_]+")
+_LETTERS = re.compile(r"(?<!')[^\W\d_]+(?!')")  # "didn't" is not "didn t"
 # The words that ask: without them a question has no kind. They are looked for also where the other question has none.
 _ASKING = words("what how where when which who why does can should please could would difference many much the")
 
@@ -45,6 +45,8 @@ _CONFUSED: dict[str, frozenset[str]] = {
 }
 # Letters that sound alike in Spanish, German or French.
 _SOUNDS = str.maketrans("áàâäéèêëíìîïóòôöúùûüñçczvykm", "aaaaeeeeiiiioooouuuunsssbicn", "h")
+# Consonants that are doubled or not by mistake; "poison" and "poisson", "pero" and "perro" are other words.
+_DOUBLED = re.compile(r"([bcdfglmnpt])\1")
 _ES = ("ses", "xes", "zes", "ches", "shes", "oes", "ies")
 
 
@@ -106,7 +108,7 @@ def mend(text: str, other: str, lexicon: Lexicon) -> str:
         doubt = _doubt(word, is_first=found.start() == 0, lexicon=lexicon)
         if doubt == "none" or wrong in _little_words(lexicon):
             continue
-        near = [each for each in theirs if is_typo(word, each, lexicon)]
+        near = [each for each in theirs if is_typo(word, each, lexicon, is_first=found.start() == 0)]
         if doubt == "slip":
             # "jon" is no slip of "john"
             near = [each for each in near if _is_slip(wrong, each) and lexicon.word(each).usage != "name"]
@@ -185,7 +187,7 @@ def _little_words(lexicon: Lexicon) -> frozenset[str]:
     return asking | lexicon.drop | lexicon.strong | lexicon.weak | lexicon.pronouns | lexicon.conjunctions
 
 
-def is_typo(wrong: str, right: str, lexicon: Lexicon) -> bool:
+def is_typo(wrong: str, right: str, lexicon: Lexicon, *, is_first: bool = False) -> bool:
     """Whether `wrong`, which is no word, is `right` mistyped, a word of the other question.
 
     Names are too near to each other for most errors, and so are words where no list says what is one.
@@ -207,12 +209,16 @@ def is_typo(wrong: str, right: str, lexicon: Lexicon) -> bool:
             return True
         if strip_accents(lowered) == strip_accents(right):
             return False  # "pêcher", "pécher"; one side may do without accents, which is no error
+        if shorter >= 6 and _DOUBLED.sub(r"\1", lowered) == _DOUBLED.sub(r"\1", right):
+            return True
         return shorter >= 6 and lowered.translate(_SOUNDS) == right.translate(_SOUNDS)
     usages = {lexicon.word(base).usage for base in lexicon.bases(right)}
-    if usages & {"verb", "common", "rare"} and not wrong[0].isupper():
+    if usages & {"verb", "common", "rare"} and (is_first or not wrong[0].isupper()):
         return is_slip if shorter <= 3 else distance <= (2 if max(len(lowered), len(right)) >= 7 else 1)
     if "name" in usages and wrong == lowered and len(right) > len(lowered):
         return is_slip and shorter >= 4  # "japn"; but "malik" is not "mali", nor "Sara" "Sarah"
+    if "name" in usages and wrong == lowered and distance == 1 and shorter >= 9:
+        return True  # "pythagorian"
     return is_slip and shorter >= (4 if is_swap else 5 if "name" in usages else 6)
 
 

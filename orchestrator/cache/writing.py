@@ -11,15 +11,25 @@ import unicodedata
 from itertools import pairwise
 from typing import NamedTuple
 
-from orchestrator.cache.lexicon import load_lexicon
+from orchestrator.cache.lexicon import Lexicon, load_lexicon
 
 # What stands between two spaces and has one of these is code, or a formula.
 _CODE = re.compile(
     r"[\[\]{}=<>|\\^~²³&*+]|\w\(|(?<!\w)[/%#!.-]{2,}|^\.$|(?<!\w)![\w(]|^!|\$(?!\d)|(?<=\w)::?(?=\w)|\.\w+\("
 )
+# Punctuation that no word stands before: "??" and "?." of C#, but not what ends a text.
+_OPERATOR = re.compile(r"(?:(?<![^\s\"'`(“„«])|(?<=[\u4e00-\u9fff]))[?!.:;,]{2,}|(?<=\w)(?:\?\.|[?!:]{2,})(?=\w)")
+_MARK = re.compile(r"(?<!\S)[?!.:;,](?=\s+\w)")
+_ENDS = re.compile(r"[?!]+|\.+")
+# An operation: in a text with one, brackets say what is done first.
+_OPERATION = re.compile(
+    r"[\w)] ?[-+*/×÷^%=<>&|]+ ?[\w(]|[\d)] (?:plus|minus|times|divided|mal|geteilt|fois|divisé|por|más|menos|moins)\b"
+    r"|\b(?:not|and|or|xor) \("
+)
 _AROUND = ' .?"“”„«»`'
 _BEFORE, _AFTER = "¿¡'\"`“”‘’«»", ".,;:!?'\"`“”‘’«»…"
 _QUOTED = re.compile(r"\"[^\"]*\"|“[^”]*”|«[^»]*»|„[^“”]*[“”]|`[^`]*`")
+_QUOTE = re.compile(r"[\"“”„«»`]|(?<!\w)'|'(?!\w)")
 # What stands behind such an order's colon is what it is done to.
 _ORDER = re.compile(
     r"^(?:\w+ )?(?:translate|correct|spell|fix|rewrite|rephrase|reverse|proofread|check|make|write|count|classify)\b"
@@ -41,39 +51,6 @@ _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 _MAX_UNIT = 4
 _LITTLE = frozenset(("us", "it", "who", "may"))  # and the US, IT, the WHO, May
 _POLITE = frozenset(("sie", "ihnen", "ihr", "ihre", "ihren", "ihrem"))  # German, with a capital: you
-# Both, or one of them: what a list asks for.
-_JOINS = {
-    "en": ({"and"}, {"or"}),
-    "de": ({"und"}, {"oder"}),
-    "es": ({"y", "e"}, {"o", "u"}),
-    "fr": ({"et"}, {"ou"}),
-}
-# Of these languages an article says which of two words it is: "la tour", "le tour"; "el capital", "la capital".
-_GENDERS = {
-    "fr": {"le": "m", "un": "m", "du": "m", "au": "m", "la": "f", "une": "f"},
-    "es": {"el": "m", "un": "m", "del": "m", "al": "m", "la": "f", "una": "f"},
-    # By case and number it may be of several: "in der Stadt", "die Städte".
-    "de": {"der": "mfp", "die": "fp", "das": "n", "dem": "mn", "den": "mp", "des": "mn", "ein": "mn", "eine": "f"},
-}
-# One's own, and others': what is asked of oneself is not asked of them.
-_OWN = {
-    "en": {"my", "me", "mine", "our", "us", "myself"},
-    "de": {"mein", "meine", "meinen", "meinem", "mich", "mir"},
-    "es": {"mi", "mis", "me"},
-    "fr": {"mon", "ma", "mes"},
-}
-_OTHERS = {
-    "en": {"his", "her", "hers", "him", "their", "them", "himself", "herself"},
-    "de": {"sie", "ihn", "ihm", "ihr", "ihre", "ihren", "ihrem", "sein", "seine", "seinen", "seinem"},
-    "es": {"su", "sus"},
-    "fr": {"son", "sa", "ses", "leur", "leurs"},
-}
-# "Más fuerte", "el más fuerte"; and who does it to whom in German.
-_EXACT = {
-    "es": re.compile(r"\b(?:el|la|los|las) (?:más|menos|mejor|mejores|peor|peores)\b"),
-    "fr": re.compile(r"\b(?:le|la|les) (?:plus|moins|meilleure?s?|pires?)\b"),
-    "de": re.compile(r"\b(?:wer|wen|wem|wessen)\b"),
-}
 # "Who would win" is not "who won"; "I would like to know", "would you", "what would be" say no more than others.
 _WOULD = re.compile(r"\bwould(?:n't| not)?(?! (?:you|i|we|it|that|like|love|be|anyone|anybody|someone|somebody)\b)")
 _POLITE_WOULD = re.compile(r"\b(?:i|you|we)(?:'d| would)\b")
@@ -83,6 +60,7 @@ class Writing(NamedTuple):
     """One text as it is written; `code` are its pieces of code, flags, negative numbers and signs, sorted."""
 
     code: tuple[str, ...]
+    marks: tuple[str, ...]  # punctuation that stands alone within the text
     quoted: tuple[str, ...]
     object: tuple[str, ...]  # what an order, or a question about words, is about
     measures: tuple[str, ...]  # what stands behind numbers, such as "MB/s"
@@ -90,6 +68,7 @@ class Writing(NamedTuple):
     lowered: frozenset[str]
     # Words with a capital within a sentence, by their lower case; none where capitals say nothing.
     capitals: frozenset[str]
+    is_shouted: bool
     minds_capitals: bool  # the writer begins with one, and does not begin most words with one
 
 
@@ -97,6 +76,27 @@ def _signs(text: str) -> list[str]:
     """Pictures, arrows, signs of mathematics; and faces of punctuation."""
     signs = [letter for letter in text if ord(letter) > 127 and unicodedata.category(letter) in ("So", "Sm")]
     return signs + [chunk for chunk in text.split() if _FACE.fullmatch(chunk)]
+
+
+def _operators(text: str) -> list[str]:
+    return [
+        found[0]
+        for found in _OPERATOR.finditer(text)
+        if text[found.end() :].strip(_AFTER + ")") or not _ENDS.fullmatch(found[0])
+    ]
+
+
+def _bracketed(text: str) -> list[str]:
+    """The pieces of an operation that have a bracket, such as "(2" and "3)"."""
+    text = text.replace("（", "(").replace("）", ")")
+    if "(" not in text or not _OPERATION.search(text):
+        return []
+    return [chunk for chunk in map(_strip, text.split()) if ("(" in chunk) != (")" in chunk)]
+
+
+def is_shouted(text: str) -> bool:
+    """Whether several words are all in capitals, which then say nothing."""
+    return text.isupper() and len(_WORD.findall(text)) > 2
 
 
 def _strip(chunk: str) -> str:
@@ -114,13 +114,26 @@ def look_at(text: str) -> Writing:
     are_told_apart = bool(inner) and num_capitals * 2 <= len(inner) and words[0][0].isupper()
     within = re.findall(r"(?<![.?!:]\s)(?<=\s)[A-ZÀ-Þ][\w']*", text) if are_told_apart else []
     return Writing(
-        tuple(sorted([*code, *_NEGATIVE.findall(text), *_FLAG.findall(text), *_signs(text)])),
+        tuple(
+            sorted(
+                [
+                    *code,
+                    *_NEGATIVE.findall(text),
+                    *_FLAG.findall(unicodedata.normalize("NFKC", text)),
+                    *_signs(text),
+                    *_operators(text),
+                    *_bracketed(text),
+                ]
+            )
+        ),
+        tuple(_MARK.findall(text)),
         tuple(_QUOTED.findall(text)),
         (*_ORDER.findall(text), *([text] if _ABOUT_WORDS.search(text) else [])),
         tuple(_MEASURE.findall(text)),
         words,
         frozenset(word for word in words if word.islower()),
         frozenset(word.lower() for word in within),
+        is_shouted(text),
         are_told_apart,
     )
 
@@ -130,6 +143,8 @@ def rejecting_writing(cached: str, asked: str, language: str) -> str | None:
     one, other = look_at(cached), look_at(asked)
     if one.code != other.code:
         return "identifier"
+    if one.marks and other.marks and one.marks != other.marks:
+        return "identifier"
     if _differ_where_both(one.quoted, other.quoted) or _differ_where_both(one.object, other.object):
         return "words"
     if _differ_in_units(one, other, language):
@@ -138,13 +153,16 @@ def rejecting_writing(cached: str, asked: str, language: str) -> str | None:
         return "name"
     if language == "de" and (_differ_in_nouns(one, other) or _differ_in_nouns(other, one)):
         return "name"
-    if language in _JOINS and _differ_in_joins(one, other, language):
+    lexicon = load_lexicon(language)
+    if _differ_in_joins(one, other, lexicon):
         return "scope"
-    if language in _GENDERS and _differ_in_gender(one, other, language):
+    if _differ_in_gender(one, other, lexicon):
         return "name"
-    if language in _EXACT and _find(_EXACT[language], cached) != _find(_EXACT[language], asked):
-        return "roles" if language == "de" else "superlative"
-    if language in _OWN and (_differ_in_owner(one, other, language) or _differ_in_owner(other, one, language)):
+    if _find(lexicon.superlative, cached) != _find(lexicon.superlative, asked):
+        return "superlative"
+    if _find(lexicon.cases, cached) != _find(lexicon.cases, asked):
+        return "roles"
+    if _differ_in_owner(one, other, lexicon) or _differ_in_owner(other, one, lexicon):
         return "roles"
     if language == "en" and _says_would(cached) != _says_would(asked):
         return "modality"
@@ -153,7 +171,7 @@ def rejecting_writing(cached: str, asked: str, language: str) -> str | None:
 
 def _differ_where_both(texts: tuple[str, ...], others: tuple[str, ...]) -> bool:
     """Where one side does without, its words have to do."""
-    mine, theirs = ({text.strip(_AROUND) for text in each} for each in (texts, others))
+    mine, theirs = ({_QUOTE.sub("", text).strip(_AROUND) for text in each} for each in (texts, others))
     return bool(mine and theirs) and mine != theirs
 
 
@@ -162,6 +180,11 @@ def _differ_in_units(one: Writing, other: Writing, language: str) -> bool:
         measures = {measure.lower(): measure for measure in other.measures}
         if any(measures.get(measure.lower(), measure) != measure for measure in one.measures):
             return True
+    if one.is_shouted or other.is_shouted:
+        quiet = other if one.is_shouted else one
+        return one.is_shouted != other.is_shouted and any(
+            not measure.islower() and not measure.isupper() for measure in quiet.measures
+        )
     theirs = {word.lower(): word for word in other.words if _may_be_unit(word)}
     return any(theirs.get(word.lower(), word)[1:] != word[1:] for word in one.words if _may_be_unit(word))
 
@@ -191,37 +214,33 @@ def _differ_in_nouns(one: Writing, other: Writing) -> bool:
     return bool(other.capitals) and not (one.capitals - one.lowered).isdisjoint(other.lowered - other.capitals)
 
 
-def _differ_in_joins(one: Writing, other: Writing, language: str) -> bool:
-    both, either = _JOINS[language]
-
+def _differ_in_joins(one: Writing, other: Writing, lexicon: Lexicon) -> bool:
     def said(writing: Writing) -> tuple[bool, bool]:
-        return not both.isdisjoint(writing.lowered), not either.isdisjoint(writing.lowered)
+        return not lexicon.both.isdisjoint(writing.lowered), not lexicon.either.isdisjoint(writing.lowered)
 
     return {said(one), said(other)} == {(True, False), (False, True)}
 
 
-def _differ_in_gender(one: Writing, other: Writing, language: str) -> bool:
-    mine, theirs = _genders(one, language), _genders(other, language)
+def _differ_in_gender(one: Writing, other: Writing, lexicon: Lexicon) -> bool:
+    mine, theirs = _genders(one, lexicon), _genders(other, lexicon)
     return any(set(theirs.get(noun, genders)).isdisjoint(genders) for noun, genders in mine.items())
 
 
-def _genders(writing: Writing, language: str) -> dict[str, str]:
-    articles = _GENDERS[language]
+def _genders(writing: Writing, lexicon: Lexicon) -> dict[str, str]:
     lowered = [word.lower() for word in writing.words]
-    return {noun: articles[article] for article, noun in pairwise(lowered) if article in articles}
+    return {noun: lexicon.genders[article] for article, noun in pairwise(lowered) if article in lexicon.genders}
 
 
 def _find(pattern: re.Pattern[str], text: str) -> list[str]:
     return sorted(pattern.findall(text.lower()))
 
 
-def _differ_in_owner(one: Writing, other: Writing, language: str) -> bool:
-    own, others = _OWN[language], _OTHERS[language]
+def _differ_in_owner(one: Writing, other: Writing, lexicon: Lexicon) -> bool:
     return (
-        not own.isdisjoint(one.lowered)
-        and others.isdisjoint(one.lowered)
-        and own.isdisjoint(other.lowered)
-        and not others.isdisjoint(other.lowered)
+        not lexicon.own.isdisjoint(one.lowered)
+        and lexicon.others.isdisjoint(one.lowered)
+        and lexicon.own.isdisjoint(other.lowered)
+        and not lexicon.others.isdisjoint(other.lowered)
     )
 
 

@@ -58,6 +58,13 @@ class _File(Row):
     querying: str = ""
     asking: str = "(?!)"
     subordinate: str = "(?!)"
+    superlative: str = "(?!)"
+    cases: str = "(?!)"
+    genders: dict[str, str] = Field(default_factory=dict)
+    own: str = ""
+    others: str = ""
+    both: str = ""
+    either: str = ""
 
     def written_out(self, patterns: list[str]) -> list[str]:
         """`patterns` with each `<name>` replaced by that part; a part may be made of other parts."""
@@ -101,6 +108,13 @@ class Lexicon:
     querying: frozenset[str]
     asking: re.Pattern[str]
     subordinate: re.Pattern[str]
+    superlative: re.Pattern[str]
+    cases: re.Pattern[str]
+    genders: dict[str, str]
+    own: frozenset[str]
+    others: frozenset[str]
+    both: frozenset[str]
+    either: frozenset[str]
     words: dict[str, Word]
     irregular: dict[str, tuple[str, ...]]
     groups: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict)
@@ -202,6 +216,13 @@ def load_lexicon(language: str) -> Lexicon:
             querying=frozenset(file.querying.split()),
             asking=re.compile(rf"(?<=[\s,:])(?:{file.asking})(?!\w)"),
             subordinate=re.compile(rf"(?:{file.subordinate})(?!\w)"),
+            superlative=re.compile(rf"\b(?:{file.superlative})\b"),
+            cases=re.compile(rf"\b(?:{file.cases})\b"),
+            genders=file.genders,
+            own=frozenset(file.own.split()),
+            others=frozenset(file.others.split()),
+            both=frozenset(file.both.split()),
+            either=frozenset(file.either.split()),
             words=words,
             irregular=irregular,
         ),
