@@ -13,7 +13,7 @@ from grpc import aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from orchestrator import contracts
-from orchestrator.errors import CancelledError, ConnectionLostError, EngineError
+from orchestrator.errors import CancelledError, ConnectionLostError, EngineError, OverloadedError
 from orchestrator.inference_key import LOCKED_OUT, REFUSAL, find_inference_key, unlock
 from orchestrator.local_socket import SOCKETS_VARIABLE, LocalCall, socket_of
 from orchestrator.wire import cancel_request, error_response, is_end, mark_end
@@ -159,7 +159,8 @@ class InferStream:
         return bool(self._call.done())
 
     async def send(self, request: Any) -> None:
-        """Raises `EngineError` when the stream broke, `ConnectionLostError` if that is because Triton is gone."""
+        """Raises `EngineError` when the stream broke, `ConnectionLostError` if that is because Triton is gone,
+        `OverloadedError` when the orchestrator does not come to take it."""
         self._num_open += 1
         async with self._writing:
             if self._is_broken:
@@ -169,6 +170,12 @@ class InferStream:
             except asyncio.CancelledError:
                 self._is_broken = True
                 raise
+            except BlockingIOError as error:
+                self._is_broken = True
+                raise OverloadedError(
+                    "the orchestrator has as many requests waiting as it takes; try again later",
+                    headers={"retry-after": "1"},
+                ) from error
             # The second: it had ended before the write.
             except (aio.AioRpcError, asyncio.InvalidStateError, OSError) as error:
                 raise self._broke(error, is_lost=True) from error

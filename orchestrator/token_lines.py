@@ -39,9 +39,12 @@ Received = asyncio.Queue[Chunk | EngineError]
 # A line has some tokens of each live request; 512 requests of 64 KiB each would fill it.
 MAX_LINE_BYTES = 32 << 20
 _MAX_ID_BYTES = 64
-# How long either side may keep the other waiting. What the kernel holds for a subscriber is some hundred lines, so only
-# an orchestrator that hangs is cut off: an engine waits for none.
-TIMEOUT_S = 2.0
+# How long either side may keep the other waiting while they get to know each other; the orchestrator may be busy.
+TIMEOUT_S = 10.0
+# Of lines that a subscriber has not read, beside what the kernel holds: a minute of 200 streams. An orchestrator that
+# is held up for some seconds must not lose all that runs, and one that hangs costs no more than this.
+MAX_UNREAD_BYTES = 64 << 20
+_PART_BYTES = 1 << 20  # that are sent at a time
 _BACKLOG = 64
 
 
@@ -63,15 +66,16 @@ class Subscribers:
         return self._subscribers.get(subscriber_id)
 
     def flush(self) -> None:
-        """Send what was put; a subscriber that does not take it is dropped, and sees its connection end."""
+        """Send what was put, waiting for nobody; a subscriber that takes too little is dropped, and sees its
+        connection end."""
         for subscriber_id, subscriber in list(self._subscribers.items()):
             try:
                 subscriber.flush()
-            except OSError as error:  # a timeout among them
+            except OSError as error:
                 del self._subscribers[subscriber_id]
                 subscriber.close()
                 if not isinstance(error, BrokenPipeError):  # it has not just left
-                    log.warning(json.dumps({"event": "subscriber_dropped", "error": str(error) or "timed out"}))
+                    log.warning(json.dumps({"event": "subscriber_dropped", "error": str(error)}))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -92,6 +96,7 @@ class Subscribers:
             try:
                 with connection.makefile("rb") as lines:
                     subscriber_id = lines.readline(_MAX_ID_BYTES).strip().decode()
+                connection.settimeout(None)
                 # Known before it is told so: its first request may be right behind.
                 self._subscribers[subscriber_id] = Subscriber(connection)
                 connection.sendall(b"{}\n")
@@ -100,12 +105,19 @@ class Subscribers:
 
 
 class Subscriber:
-    """One connection, and what waits for the end of the step."""
+    """One connection, and what waits for the end of the step.
+
+    What the connection does not take at once, a thread sends that lives until it is taken: the engine's serves all.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._chunks: dict[str, Chunk] = {}
         self._is_closed = False
+        self._lock = threading.Lock()  # of what follows
+        self._unread = bytearray()  # while there is some, the thread runs
+        self._sender: threading.Thread | None = None
+        self._failure: OSError | None = None
 
     def put(self, request_id: str, chunk: Chunk) -> None:
         """Of a request one chunk between two flushes."""
@@ -114,16 +126,47 @@ class Subscriber:
             self._chunks[request_id] = chunk
 
     def flush(self) -> None:
-        """Raises `OSError` when it is gone, or took nothing for `TIMEOUT_S`."""
+        """Raises `OSError` when it is gone, or has `MAX_UNREAD_BYTES` to read."""
         if not self._chunks:
             return
-        line = pydantic_core.to_json({key: chunk[:4] for key, chunk in self._chunks.items()})
+        line = pydantic_core.to_json({key: chunk[:4] for key, chunk in self._chunks.items()}) + b"\n"
         self._chunks.clear()
-        self._connection.sendall(line + b"\n")
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if len(self._unread) > MAX_UNREAD_BYTES:
+                raise OSError(f"{len(self._unread)} bytes were not read")
+            if self._unread:
+                self._unread += line
+                return
+            num_sent = 0
+            with contextlib.suppress(BlockingIOError):
+                num_sent = self._connection.send(line, socket.MSG_DONTWAIT)
+            if num_sent < len(line):
+                self._unread += line[num_sent:]
+                self._sender = threading.Thread(target=self._send_unread, name="unread lines", daemon=True)
+                self._sender.start()
 
     def close(self) -> None:
         self._is_closed = True
+        with contextlib.suppress(OSError):  # it has gone by itself
+            self._connection.shutdown(socket.SHUT_RDWR)  # ends the thread's send
+        if self._sender is not None:
+            self._sender.join()
         self._connection.close()
+
+    def _send_unread(self) -> None:
+        try:
+            while True:
+                with self._lock:
+                    if not self._unread:
+                        return
+                    part = bytes(self._unread[:_PART_BYTES])
+                num_sent = self._connection.send(part)
+                with self._lock:
+                    del self._unread[:num_sent]
+        except OSError as error:
+            self._failure = error
 
 
 @dataclass(frozen=True)
@@ -191,7 +234,7 @@ class TokenLines:
             await asyncio.wait(readers)
 
     async def _read(self, model: str, reader: asyncio.StreamReader) -> None:
-        failure = f"the engine model hung up: it ended, or was not listened to for {TIMEOUT_S:g} s"
+        failure = f"the engine model hung up: it ended, or more than {MAX_UNREAD_BYTES} bytes of it were not read"
         try:
             while (line := await reader.readline()).endswith(b"\n"):
                 for request_id, fields in pydantic_core.from_json(line).items():

@@ -20,9 +20,10 @@ from orchestrator.errors import ApiError, InternalError, InvalidRequestError, Sh
 from orchestrator.gateway.errors import HostNotAllowedError, OriginNotAllowedError
 from orchestrator.gateway.messages import refuse, send_error
 from orchestrator.gateway.metrics import OTHER_ROUTE, count_answer
-from orchestrator.gateway.request_id import REQUEST_ID_HEADER, new_request_id
+from orchestrator.gateway.request_id import REQUEST_ID_HEADER, choose_request_id, new_request_id
 from orchestrator.request import REQUEST_ID_RULE, is_request_id
 
+_HANDSHAKE_ANSWERS = ("websocket.accept", "websocket.http.response.start")
 _SWITCHING = 101
 _CLIENT_LEFT = 499  # nginx's; nobody reads it, it is only counted
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -113,12 +114,12 @@ class Guard:
         """The same for a handshake. Browsers let every page open a WebSocket anywhere, and say which page it is."""
         headers: dict[bytes, bytes] = dict(scope["headers"])
         route = scope["path"] if scope["path"] in self._routes else OTHER_ROUTE
+        marks = [(REQUEST_ID_HEADER, choose_request_id(headers))]
 
         def send_counted(message: Message) -> Awaitable[None]:
-            if message["type"] == "websocket.accept":
-                count_answer(route, _SWITCHING)
-            elif message["type"] == "websocket.http.response.start":
-                count_answer(route, message["status"])
+            if message["type"] in _HANDSHAKE_ANSWERS:
+                count_answer(route, message.get("status", _SWITCHING))
+                message["headers"] = [*message["headers"], *marks]
             return send(message)
 
         refusal = _find_repeated(scope["headers"], headers) or self._find_fault(headers)

@@ -173,6 +173,11 @@ class Protocol(HttpToolsProtocol):
             raise self._refusal
         if self.declines_upgrade():
             return
+        if self.parser.should_upgrade() and self._should_upgrade() and self._has_body():
+            self._refusal = InvalidRequestError(
+                "a request that opens a WebSocket has no body; remove content-length and transfer-encoding"
+            )
+            raise self._refusal
         super().on_headers_complete()
         self._is_in_head = False
         self._has_file = self.scope.get("path") in _FILE_BODY_BYTES  # there is none yet if it is to be a WebSocket
@@ -194,6 +199,12 @@ class Protocol(HttpToolsProtocol):
         """Only a GET of HTTP/1.1 can open a WebSocket (RFC 6455, section 4.1)."""
         opens = self.parser.get_method() == b"GET" and self.parser.get_http_version() == "1.1"
         return opens and super()._should_upgrade()
+
+    def _has_body(self) -> bool:
+        return any(
+            name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))
+            for name, value in self.headers
+        )
 
     def head_without_upgrade(self) -> bytes:
         """The head that was just parsed, without what makes it an offer."""
@@ -271,7 +282,7 @@ class Protocol(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         body = encode_error(error)
-        request_id = choose_request_id({} if self._is_in_head else dict(self.headers))
+        request_id = choose_request_id(dict(self.headers))
         self.transport.write(
             STATUS_LINE[error.status]
             + b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -36,9 +36,17 @@ class App:
     def __init__(self) -> None:
         self.num_sent = 0
         self.num_running = 0
+        self.num_floods = 0
         self.gate = threading.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket" and scope["path"] == "/flood":
+            await receive()
+            await send({"type": "websocket.accept", "headers": []})
+            await send({"type": "websocket.send", "bytes": bytes(1 << 20)})
+            self.num_floods += 1
+            while (await receive())["type"] != "websocket.disconnect":
+                pass
         if scope["type"] == "websocket":
             while scope["path"] == "/hang" and (await receive())["type"] != "websocket.disconnect":
                 pass
@@ -76,11 +84,11 @@ class App:
 
 
 class Server:
-    def __init__(self) -> None:
+    def __init__(self, protocol: type[Protocol] = SmallProtocol) -> None:
         self.app = App()
         config = uvicorn.Config(
             self.app,
-            http=SmallProtocol,
+            http=protocol,
             ws=WebSocketProtocol,
             loop="uvloop",
             lifespan="off",
@@ -110,6 +118,9 @@ class Server:
         with self.connect() as connection:
             connection.sendall(raw)
             return read_all(connection)
+
+    def begin_to_stop(self) -> None:
+        self._server.should_exit = True
 
     def stop(self) -> None:
         self.app.gate.set()
@@ -304,17 +315,73 @@ def test_an_offer_on_a_connection_that_closes_is_ignored_too(server: Server, off
 @pytest.mark.parametrize("method", ["POST", "PUT", "HEAD", "DELETE"])
 def test_a_websocket_is_opened_by_get_alone(server: Server, method: str) -> None:
     """Other requests that offer one are requests."""
-    key = ("Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13")
-    offer = head("/", "Upgrade: websocket", "Connection: Upgrade", *key, "Content-Length: 5")
+    offer = head("/", "Upgrade: websocket", "Connection: Upgrade", *KEY, "Content-Length: 5")
     raw = server.ask(offer.replace(b"POST", method.encode()) + b"hello" + head("/", "Connection: close"))
     assert raw.startswith(b"HTTP/1.1 200 OK")
+
+
+KEY = ("Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13")
+HANDSHAKE = ("Upgrade: websocket", "Connection: Upgrade", "x-request-id: mine")
+NO_BODY = "a request that opens a WebSocket has no body; remove content-length and transfer-encoding"
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "message"),
+    [
+        ((*KEY, "Content-Length: 5000000000"), 400, NO_BODY),
+        ((*KEY, "Transfer-Encoding: chunked"), 400, NO_BODY),
+        (KEY[1:], 400, "Failed to open a WebSocket connection: missing Sec-WebSocket-Key header."),
+        ((KEY[0], "Sec-WebSocket-Version: 12"), 400, "Failed to open a WebSocket connection: invalid Sec-WebSocket-V"),
+        ((*KEY, "Upgrade: websocket"), 426, "Failed to open a WebSocket connection: invalid Upgrade header: websock"),
+    ],
+)
+def test_a_handshake_that_is_none_is_refused_at_once(
+    server: Server, lines: tuple[str, ...], status: int, message: str
+) -> None:
+    raw = server.ask(head("/", *HANDSHAKE, *lines).replace(b"POST", b"GET"))
+    assert b"\r\nx-request-id: mine\r\n" in raw
+    got, error = error_of(raw)
+    assert got == status and error["message"].startswith(message)
+
+
+def test_a_handshake_that_its_parser_does_not_take_is_refused_at_once() -> None:
+    """As one with a longer line than it has room for: it hears no more then, and says nothing."""
+    server = Server(Protocol)
+    try:
+        raw = server.ask(head("/", *HANDSHAKE, *KEY, f"A: {'x' * 10_000}").replace(b"POST", b"GET"))
+        status, error = error_of(raw)
+        assert (status, error["message"]) == (400, "the handshake cannot be read: line too long")
+    finally:
+        server.stop()
+
+
+def test_no_websocket_keeps_a_stop_from_letting_answers_end() -> None:
+    """Not one whose client has closed it and reads no more, nor one whose handshake is none."""
+    server = Server(Protocol)
+    with ExitStack() as stack:
+        asking = stack.enter_context(server.connect())
+        asking.sendall(head("/gate", "Content-Length: 0"))
+        wait_for(lambda: server.app.num_running == 1)
+        closed = stack.enter_context(server.connect(receive_buffer=4096))
+        closed.sendall(head("/flood", *HANDSHAKE, *KEY).replace(b"POST", b"GET"))
+        closed.recv(1)
+        wait_for(lambda: server.app.num_floods == 1)
+        closed.sendall(b"\x88\x82" + bytes(4) + (1000).to_bytes(2, "big"))  # masked with zeros
+        for _ in range(2):
+            wrong = stack.enter_context(server.connect())
+            wrong.sendall(head("/", *HANDSHAKE, *KEY, "Content-Length: 5").replace(b"POST", b"GET"))
+        wait_for(lambda: server.num_connections <= 2)
+        server.begin_to_stop()
+        time.sleep(0.3)
+        server.app.gate.set()
+        assert read_all(asking).startswith(b"HTTP/1.1 200 OK")
+    server.stop()
 
 
 def test_a_websocket_that_is_not_answered_is_closed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an application that hangs, or when what reads the request gives it up."""
     monkeypatch.setattr(WebSocketProtocol, "handshake_s", 0.3)
-    key = ("Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13")
-    offer = head("/hang", "Upgrade: websocket", "Connection: Upgrade", *key).replace(b"POST", b"GET")
+    offer = head("/hang", "Upgrade: websocket", "Connection: Upgrade", *KEY).replace(b"POST", b"GET")
     with suppress(ConnectionResetError):
         assert server.ask(offer) == b""
     wait_for(lambda: server.num_connections == 0)

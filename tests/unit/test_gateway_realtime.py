@@ -183,8 +183,7 @@ def test_pages_and_names_that_are_not_ours_are_refused(
     request = (
         f"GET {REALTIME_PATH} HTTP/1.1\r\nhost: {headers.get('host', 'localhost')}\r\nupgrade: websocket\r\n"
         "connection: upgrade\r\nsec-websocket-key: MDEyMzQ1Njc4OWFiY2RlZg==\r\nsec-websocket-version: 13\r\n"
-        + (f"origin: {headers['origin']}\r\n" if "origin" in headers else "")
-        + "\r\n"
+        "x-request-id: mine\r\n" + (f"origin: {headers['origin']}\r\n" if "origin" in headers else "") + "\r\n"
     )
     with socket.create_connection(("127.0.0.1", text.port), timeout=10) as connection:
         connection.sendall(request.encode())
@@ -192,6 +191,7 @@ def test_pages_and_names_that_are_not_ours_are_refused(
         while part := connection.recv(4096):
             answer += part
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and f'"code": "{code}"'.encode() in answer
+    assert b"x-request-id: mine\r\n" in answer
 
 
 def test_pages_that_were_named_may_connect(text: Served) -> None:
@@ -206,7 +206,7 @@ def test_wrong_addresses_are_refused(text: Served, query: str, status: int, capl
     assert got.value.response.status_code == status
     with pytest.raises(InvalidStatus) as got, connect(f"ws://127.0.0.1:{text.port}/v1/other", proxy=None):
         pass
-    assert got.value.response.status_code == 404
+    assert got.value.response.status_code == 404 and got.value.response.headers["x-request-id"]
     assert "without completing handshake" not in caplog.text, "a stranger's doing is no error of ours"
 
 

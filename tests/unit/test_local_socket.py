@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,7 +16,14 @@ from hypothesis import strategies as st
 
 from orchestrator import contracts, local_socket
 from orchestrator.call import Call
-from orchestrator.errors import EngineError, InternalError, InvalidRequestError, SlowReaderError, from_message
+from orchestrator.errors import (
+    EngineError,
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    SlowReaderError,
+    from_message,
+)
 from orchestrator.infer_streams import InferStreams, Responses
 from orchestrator.limits.client import answer_headers_of
 from orchestrator.local_socket import MAX_REQUEST_MESSAGE_BYTES, SOCKETS_VARIABLE, LocalSink, listen, socket_of
@@ -285,6 +293,28 @@ def test_where_nobody_listens_the_error_says_so(tmp_path: Path, monkeypatch: pyt
             await anext(ask(InferStreams(URL)).read())
 
     asyncio.run(scenario())
+
+
+def test_an_orchestrator_that_does_not_come_to_take_more_is_overloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there, so nobody shall think that it is lost."""
+    monkeypatch.setenv(SOCKETS_VARIABLE, f"{tmp_path}/s-")
+    monkeypatch.setattr(local_socket, "_CONNECT_TIMEOUT_S", 0.05)
+
+    async def main() -> None:
+        streams = InferStreams(URL, on_lost=lambda: pytest.fail("it was taken for lost"))
+        with pytest.raises(OverloadedError, match="as many requests waiting as it takes") as refused:
+            await anext(ask(streams).read())
+        assert refused.value.headers == {"retry-after": "1"}
+        await streams.close()
+
+    path = socket_of(f"{tmp_path}/s-", URL, "orchestrator", "orchestrator_0_0")
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as before:
+        busy.bind(path)
+        busy.listen(0)
+        before.connect(path)
+        uvloop.run(main())
 
 
 def test_many_connect_at_once(run: Callable[..., Orchestrator]) -> None:
