@@ -230,6 +230,12 @@ def test_a_changed_limit_makes_the_engine_anew_and_nothing_else(container: Conta
     assert container.build(target, models) == "rows, sources, code or tools changed"
     assert container.calls == ["trtllm-build", "verify_engine"]
     assert "up to date, so no step runs" in explain(target, models, container.folder / "out", container.cache)
+    said = explain(target, models, container.folder / "out", container.cache, force=True)
+    assert "asked for by --force" in said
+    assert "up to date" not in said
+    too_long = vary("l4", kv_cache_share=0.001)
+    with pytest.raises(BuildError, match="fewer than one sequence"):
+        explain(*too_long, container.folder / "out", container.cache)
 
 
 def test_prices_make_nothing_anew(container: Container) -> None:
