@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +246,25 @@ def test_the_build_writes_what_is_served() -> None:
     other = render(merged(MOST, artifact={"path": "/artifacts/l4-2"}))
     assert other["Job"]["metadata"]["name"] != found["Job"]["metadata"]["name"]
     assert other["Job"]["metadata"]["name"].startswith("rt-triton-realtime-build-")
+
+
+def test_waiting_for_the_artifact_ends_by_a_signal(tmp_path: Path) -> None:
+    waits, _ = pod(MOST)["initContainers"]
+    (tmp_path / "sleep").write_text(f"#!/bin/sh\ntouch {tmp_path}/waits\nexec /bin/sleep 5\n")
+    (tmp_path / "sleep").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    process = subprocess.Popen([*waits["command"][:-1], str(tmp_path)], env=environment, stdin=subprocess.DEVNULL)
+    try:
+        give_up_s = time.monotonic() + 20
+        while not (tmp_path / "waits").exists():
+            assert process.poll() is None and time.monotonic() < give_up_s
+            time.sleep(0.02)
+        process.terminate()
+        # By a handler of its own: process 1 of a container ends by no other.
+        assert process.wait(timeout=4) == 143
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_no_secret_is_in_a_manifest() -> None:
