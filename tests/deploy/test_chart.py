@@ -226,11 +226,15 @@ def test_selectors_find_the_pods_and_nothing_else() -> None:
     )
 
 
-def test_the_autoscaler_counts_waiting_requests() -> None:
+def test_the_autoscaler_looks_at_the_time_in_the_queue() -> None:
     found = render(MOST)
     assert "replicas" not in found["Deployment"]["spec"]
     (metric,) = found["HorizontalPodAutoscaler"]["spec"]["metrics"]
-    assert metric["pods"]["metric"]["name"] == "rt_queued_requests"
+    assert metric["pods"]["metric"]["name"] == "rt_queue_wait_seconds"
+    assert metric["pods"]["target"] == {"type": "AverageValue", "averageValue": "250m"}
+    # At most twice as many in the time that a new one takes to load.
+    behavior = found["HorizontalPodAutoscaler"]["spec"]["behavior"]
+    assert behavior["scaleUp"]["policies"] == [{"type": "Percent", "value": 100, "periodSeconds": 300}]
 
 
 def test_the_build_writes_what_is_served() -> None:
