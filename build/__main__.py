@@ -79,8 +79,8 @@ def _run(argv: list[str]) -> int:
     ways.add_argument("--explain", action="store_true", help="say why each step would run or not, and stop")
     ways.add_argument("--render-only", action="store_true", help="make every configuration, and no engine or tokenizer")
     arguments = parser.parse_args(argv)
-    if arguments.only and (arguments.list or arguments.render_only):
-        parser.error("--only goes with a build, with --dry-run or with --explain")
+    if arguments.only is not None and (arguments.list or arguments.render_only or arguments.force):
+        parser.error("--only goes with a build, with --dry-run or with --explain, and not with --force")
     if arguments.list:
         for name in list_targets():
             print(f"{name:<12}{load_target(name).description}")
@@ -91,8 +91,8 @@ def _run(argv: list[str]) -> int:
     if arguments.dry_run:
         print(list_commands(target, models, cache_folder(), arguments.only))
     elif arguments.explain:
-        print(explain(target, models, output, cache_folder(), arguments.only))
-    elif arguments.only:
+        print(explain(target, models, output, cache_folder(), arguments.only, force=arguments.force))
+    elif arguments.only is not None:
         make_products(target, models, cache_folder(), progress, arguments.only)
     else:
         _build(target, models, output, arguments.force, arguments.render_only)

@@ -22,11 +22,9 @@ def list_commands(target: TargetRow, models: Mapping[str, AnyModelRow], cache: P
 
     `only` is one Triton model. What has no commands is named in comments. Raises `BuildError` like `build`.
     """
-    check_pairs(target, models)
-    if target.gpu is not None:
-        make_plan(target, models)
+    _check(target, models)
     products, notes = [], []
-    for name in [only] if only else target.parts:
+    for name in target.parts if only is None else [only]:
         job = make_job(_known(target, name), target, models, Path("model_repository"), cache)
         products += [product for _, product in find_products(job)]
         notes += [f"#   {name}: {step.name}" for step in steps_of(job) if step.product is None]
@@ -54,14 +52,13 @@ def make_products(
     target: TargetRow, models: Mapping[str, AnyModelRow], cache: Path, progress: Progress, only: str
 ) -> None:
     """Run the commands of one Triton model; what they make stays in the cache, where `build` finds it."""
-    check_pairs(target, models)
+    _check(target, models)
     job = make_job(_known(target, only), target, models, Path("model_repository"), cache)
     if target.gpu is None or target.container is None or only not in target.compiled:
         raise BuildError(
             f"--only: {only!r} has no commands in a container, and what its steps make is not kept; models of target "
             f"{target.name!r} that have: {', '.join(target.compiled) or 'none'}"
         )
-    make_plan(target, models)
     check_machine(target.gpu, target.container)
     for step, product in find_products(job):
         with progress(f"{only}: {step.name}"):
@@ -75,15 +72,21 @@ def explain(
     cache: Path,
     only: str | None = None,
     *,
+    force: bool = False,
     sources: Path = SOURCES,
 ) -> str:
-    """Why each step of `build` will run or be skipped, a line each; changes nothing. `only` is one Triton model."""
-    check_pairs(target, models)
-    names = [_known(target, only)] if only else list(target.parts)
+    """Why each step of `build` will run or be skipped, a line each; changes nothing. `only` is one Triton model.
+
+    Raises `BuildError` for a target that `build` would refuse on every machine.
+    """
+    _check(target, models)
+    names = list(target.parts) if only is None else [_known(target, only)]
     try:
         fault = find_fault(output.absolute(), describe_inputs(target, models, code_files(target, sources)))
     except BuildError as error:
         fault = f"cannot be built here: {error}"
+    if force and fault is None:
+        fault = "asked for by --force"
     lines = []
     for name in names:
         job = make_job(name, target, models, Path("model_repository"), cache)
@@ -103,6 +106,13 @@ def explain(
     return "\n".join(
         [f"{output}: {fault or 'up to date, so no step runs'}", *(f"  {step:<{width}}  {why}" for step, why in lines)]
     )
+
+
+def _check(target: TargetRow, models: Mapping[str, AnyModelRow]) -> None:
+    """Raise `BuildError` for what no machine could build."""
+    check_pairs(target, models)
+    if target.gpu is not None:
+        make_plan(target, models)
 
 
 def _known(target: TargetRow, name: str) -> str:

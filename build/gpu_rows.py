@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from build.model_rows import Count
 from orchestrator.config import Row
 
 Version = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)+$")]
-Rate = Annotated[float, Field(gt=0)]
+# A thousandth and a thousand times of what there is: beyond it is a slip of the pen, or of the unit.
+Rate = Annotated[float, Field(ge=1, le=1e6)]
+# FP8 tensor cores come with Ada, SM 8.9 (Model Optimizer's support matrix: FP8 and W4A8 are "Ada and later").
+FIRST_FP8 = (8, 9)
 
 
 class Gpu(Row):
@@ -22,8 +24,8 @@ class Gpu(Row):
 
     name: str
     sm: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]$")]
-    count: Count
-    memory_mib: Count
+    count: Annotated[int, Field(gt=0, le=64)]
+    memory_mib: Annotated[int, Field(gt=0, le=2**24)]
     memory_gb_per_s: Rate
     fp16_tflops: Rate
     int8_tops: Rate
@@ -31,6 +33,12 @@ class Gpu(Row):
     interconnect: Literal["nvlink", "pcie"]
     interconnect_gb_per_s: Rate
     price_per_hour: Annotated[float, Field(ge=0)]
+
+    @model_validator(mode="after")
+    def _peaks_are_whole(self) -> Gpu:
+        if self.architecture >= FIRST_FP8 and self.fp8_tflops is None:
+            raise ValueError(f"fp8_tflops is missing; sm {self.sm!r} computes in FP8, so its peak is required")
+        return self
 
     @property
     def architecture(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A lock between processes that cannot outlive its holder."""
+"""A lock between processes that cannot outlive its holders."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 
 
 @contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Wait for and hold the lock at `path`; the kernel frees it when the process ends, however it ends."""
+def lock(path: Path) -> Iterator[int]:
+    """Wait for and hold the lock at `path`; yields its file descriptor.
+
+    The kernel frees it when this process, and each that was given the descriptor, has ended, however it ends.
+    """
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file.fileno()

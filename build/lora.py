@@ -7,6 +7,7 @@ are those of tensorrt_llm/lora_manager.py.
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,14 @@ MODULES = {
     "down_proj": ("mlp_4h_to_h", 6),
     "up_proj": ("mlp_gate", 7),
 }
+# What else of PEFT's settings says of how an adapter is computed; only empty it is what an engine does.
+NEITHER = (
+    *("use_dora", "use_qalora", "use_bdlora", "alpha_pattern", "modules_to_save", "trainable_token_indices"),
+    *("fan_in_fan_out", "lora_bias", "layer_replication", "megatron_config", "target_parameters", "arrow_config"),
+    "alora_invocation_tokens",
+)
+# Other ways to begin (PiSSA, OLoRA, LoftQ, CorDA) change the model's own weights as well.
+BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 _NAME = re.compile(r".*\.layers\.(\d+)\.(?:self_attn|mlp)\.([a-z_]+)\.lora_([AB])\.weight")
 
 
@@ -36,13 +45,7 @@ def write_lora(adapter: Path, model: Architecture, max_rank: int, folder: Path) 
 
     Raises `BuildError` naming what of the adapter the engine could not take.
     """
-    try:
-        settings: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise BuildError(f"{adapter.name}/adapter_config.json: not a JSON file that can be read: {error}") from error
-    for key, allowed in (("use_dora", False), ("modules_to_save", None), ("bias", "none")):
-        if settings.get(key, allowed) != allowed and settings.get(key):
-            raise BuildError(f"{adapter.name}: {key} is {settings[key]!r}; an engine takes low-rank matrices alone")
+    settings = _read_settings(adapter)
     matrices = _read_matrices(adapter)
     rows, config = [], []
     for (layer, module), pair in sorted(matrices.items(), key=lambda item: (item[0][0], MODULES[item[0][1]][1])):
@@ -64,6 +67,33 @@ def write_lora(adapter: Path, model: Architecture, max_rank: int, folder: Path) 
     folder.mkdir(parents=True)
     np.save(folder / WEIGHTS_FILE, np.stack([np.pad(row, (0, width - len(row))) for row in rows]))
     np.save(folder / CONFIG_FILE, np.array(config, dtype=np.int32))
+
+
+def _read_settings(adapter: Path) -> dict[str, Any]:
+    """PEFT's settings, of an adapter that is two matrices a module and one scale for all."""
+    file = f"{adapter.name}/adapter_config.json"
+    try:
+        settings = json.loads((adapter / "adapter_config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise BuildError(f"{file}: not a JSON file that can be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise BuildError(f"{file}: {type(settings).__name__}, no table of settings as PEFT writes it")
+    wanted = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": BEGINNINGS}
+    for key, allowed in wanted.items():
+        if key in settings and settings[key] not in allowed:
+            raise BuildError(
+                f"{file}: {key} is {settings[key]!r}; an engine takes low-rank matrices alone; allowed: "
+                f"{', '.join(map(repr, allowed))}"
+            )
+    for key in NEITHER:
+        if settings.get(key):
+            raise BuildError(
+                f"{file}: {key} is {settings[key]!r}; an engine takes low-rank matrices alone; leave it out"
+            )
+    alpha = settings.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise BuildError(f"{file}: lora_alpha is {alpha!r}; allowed: a number above 0, which scales all matrices")
+    return settings
 
 
 def _read_matrices(adapter: Path) -> dict[tuple[int, str], dict[str, npt.NDArray[np.float32]]]:

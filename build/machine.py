@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import subprocess
 from importlib import metadata
 
 from build.errors import BuildError
 from build.gpu_rows import Container, Gpu
-
-QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits")
+from orchestrator.doctor.machine import ThisMachine
 
 
 def check_machine(gpu: Gpu, container: Container) -> None:
     """Raise `BuildError` naming the first difference: GPU, SM, memory, number of GPUs, TensorRT-LLM, TensorRT."""
     fix = f"run the build on a machine with {gpu.count} x {gpu.name}, inside {container.image}"
-    try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"no NVIDIA GPU found here (nvidia-smi: {error}); {fix}; --dry-run needs none") from error
-    devices = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    devices = ThisMachine().gpus()
+    if not devices:
+        raise BuildError(f"no NVIDIA GPU found here (nvidia-smi names none); {fix}; --dry-run needs none")
     if len(devices) < gpu.count:
         raise BuildError(f"gpu.count is {gpu.count}; this machine has {len(devices)}; {fix}")
-    for number, (name, sm, memory) in enumerate(devices[: gpu.count]):
-        for key, found, wanted in (("name", name, gpu.name), ("sm", sm, gpu.sm)):
+    for number, facts in enumerate(devices[: gpu.count]):
+        for key, found, wanted in (("name", facts.name, gpu.name), ("sm", facts.sm, gpu.sm)):
             if found != wanted:
                 raise BuildError(f"gpu.{key} is {wanted!r}; GPU {number} here says {found!r}; {fix}")
-        if float(memory) < gpu.memory_mib:
-            raise BuildError(f"gpu.memory_mib is {gpu.memory_mib}; GPU {number} here has {memory}; {fix}")
+        if facts.memory_mib is None:
+            raise BuildError(
+                f"gpu.memory_mib is {gpu.memory_mib}; nvidia-smi does not tell that of GPU {number}; {fix}"
+            )
+        if facts.memory_mib < gpu.memory_mib:
+            raise BuildError(f"gpu.memory_mib is {gpu.memory_mib}; GPU {number} here has {facts.memory_mib:.0f}; {fix}")
     for package, version in (("tensorrt_llm", container.tensorrt_llm), ("tensorrt", container.tensorrt)):
         try:
             found = metadata.version(package)

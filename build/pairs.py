@@ -19,13 +19,11 @@ from build.engine_rows import (
     VLLMParameters,
 )
 from build.errors import BuildError
-from build.gpu_rows import Container, Gpu
+from build.gpu_rows import FIRST_FP8, Container, Gpu
 from build.model_rows import AnyModelRow, EmbedderRow, ModelRow
 from build.profiles import find_size_fault
 from build.rows import TargetRow, TritonModel
 
-# FP8 tensor cores come with Ada, SM 8.9 (Model Optimizer's support matrix: FP8 and W4A8 are "Ada and later").
-FIRST_FP8 = (8, 9)
 FP8_WEIGHTS = ("fp8", "w4a8_awq")
 AWQ = ("int4_awq", "w4a8_awq")
 AWQ_BLOCK = 128  # quantize.py --awq_block_size

@@ -369,7 +369,7 @@ def tp_size_needed(model: Architecture, parameters: TensorRTLLMParameters, max_b
 def _peak(precision: str, gpu: Gpu) -> float:
     """Operations per second of the matrices' arithmetic; weight-only formats compute in 16 bits."""
     if precision in ("fp8", "w4a8_awq"):
-        assert gpu.fp8_tflops is not None  # `build.pairs` refused it
+        assert gpu.fp8_tflops is not None  # `build.pairs` refused earlier GPUs, the row later ones without it
         return gpu.fp8_tflops * 1e12
     return (gpu.int8_tops if precision == "int8_sq" else gpu.fp16_tflops) * 1e12
 

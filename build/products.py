@@ -1,18 +1,21 @@
 """Folders made by commands of the container, kept in the cache by what they are made from.
 
 A command writes into a folder beside its place, which gets the product's name only when the command has succeeded: a
-killed build leaves nothing that looks finished, and the next one goes on after the last finished product. The name
+killed build leaves nothing that looks finished, and the next one goes on after the last finished product. Its command
+ends with it; should one of that command's own processes not, the next build waits for it. The name
 ends in a hash over the command, its inputs' hashes and the versions, so nothing is ever reused for something else.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +27,8 @@ from build.errors import BuildError
 from build.locks import lock
 
 LOG_TAIL_LINES = 15
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)
 CHECKOUT = Path(__file__).parents[1]
 
 
@@ -117,7 +122,7 @@ class Product:
                 word.make(cache)
         path, scratch = self.path(cache), self._scratch(cache)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with lock(path.with_name(f".{path.name}.lock")):
+        with lock(path.with_name(f".{path.name}.lock")) as held:
             if path.is_dir():
                 return path
             shutil.rmtree(scratch, ignore_errors=True)  # what a killed build left
@@ -125,7 +130,7 @@ class Product:
                 if isinstance(word, InCache):
                     (cache / word.path).parent.mkdir(parents=True, exist_ok=True)
             log = path.with_name(f"{path.name}.log")
-            _run(self.command(cache, sys.executable), log, self.name)
+            _run(self.command(cache, sys.executable), log, self.name, held)
             missing = [pattern for pattern in self.files if not list(scratch.glob(pattern))]
             if missing:
                 raise BuildError(f"{self.name}: the command succeeded, but wrote no {', '.join(missing)}; see {log}")
@@ -187,12 +192,24 @@ def _flat(origin: Mapping[str, Any]) -> list[str]:
     return [*pairs, *(f"{name} {version}" for name, version in sorted(origin["versions"].items()))]
 
 
-def _run(command: Sequence[str], log: Path, name: str) -> None:
+def _end_with_parent() -> None:
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _run(command: Sequence[str], log: Path, name: str, held: int) -> None:
+    """Run `command`, which has the lock `held` too, so that nobody takes its folder while it writes."""
     with log.open("wb") as sink:
         try:
             # In the cache: some tools leave files where they are started.
             done = subprocess.run(
-                command, cwd=log.parent, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, check=False
+                command,
+                cwd=log.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                check=False,
+                pass_fds=(held,),
+                preexec_fn=_end_with_parent,
             )
         except FileNotFoundError:
             raise BuildError(

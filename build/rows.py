@@ -40,6 +40,7 @@ from orchestrator.config import (
     CachePolicy,
     Cloud,
     Compression,
+    ConfigError,
     Generation,
     Limits,
     QualityPolicy,
@@ -341,6 +342,7 @@ class TargetRow(Row):
         return next(row for row, _ in self.embedders.values())
 
 
+MODEL_KINDS = (ModelRow, EmbedderRow, ComplexityRow, OcrRow, SpeechRow)
 RowT = TypeVar("RowT", TargetRow, ModelRow, EmbedderRow, ComplexityRow, OcrRow, SpeechRow)
 
 
@@ -419,8 +421,26 @@ def _load_model(target: TargetRow, name: str, kind: type[RowT], folder: Path) ->
     path = folder / f"{name}.toml"
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in folder.glob("*.toml")))
-        raise BuildError(f"target {target.name!r} uses model {name!r}, which has no row; models: {known}")
-    return _named(read_toml(path, kind), name)
+        raise BuildError(f"{target.name}.toml: models: model {name!r} has no row; models: {known}")
+    try:
+        return _named(read_toml(path, kind), name)
+    except ConfigError:
+        # Its file may be right, and the target's wrong.
+        fitting = [file.stem for file in sorted(folder.glob("*.toml")) if _is_of_kind(file, kind)]
+        if not any(_is_of_kind(path, other) for other in MODEL_KINDS):
+            raise
+        user = next((user for user, model in target.models.items() if model.model == name), "speculation.draft_model")
+        raise BuildError(
+            f"{target.name}.toml: models.{user}: model {name!r} is of another kind; allowed: {', '.join(fitting)}"
+        ) from None
+
+
+def _is_of_kind(path: Path, kind: type[RowT]) -> bool:
+    try:
+        read_toml(path, kind)
+    except ConfigError:
+        return False
+    return True
 
 
 def _named(row: RowT, name: str) -> RowT:

@@ -32,9 +32,9 @@ class ConfigError(Exception):
 
 
 class Row(BaseModel):
-    """Base of every table read from TOML: frozen, strict, no unknown keys."""
+    """Base of every table read from TOML: frozen, strict, no unknown keys, numbers that are some."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class Generation(Row):

@@ -73,6 +73,14 @@ def _check_gpus(manifest: Manifest, gpu: Gpu, container: Container, gpus: Sequen
             yield Finding(GPU, f"GPU {number}: {facts.name}, SM {facts.sm}", f"SM {gpu.sm}, the engines'", other)
         elif facts.name != gpu.name:
             yield Finding(GPU, f"GPU {number}: {facts.name}", f"{gpu.name}, whose kernels were timed", other)
+        elif facts.memory_mib is None:
+            yield Finding(
+                GPU,
+                f"GPU {number}: {facts.name}, of whose memory nvidia-smi does not tell",
+                f"{gpu.memory_mib} MiB",
+                "on the host: nvidia-smi --query-gpu=memory.total --format=csv; of a MIG slice: nvidia-smi -L",
+                may_start=True,
+            )
         elif facts.memory_mib < gpu.memory_mib:
             yield Finding(GPU, f"GPU {number}: {facts.memory_mib:.0f} MiB", f"{gpu.memory_mib} MiB", other)
         else:
@@ -119,9 +127,9 @@ def _check_memory(root: Path, manifest: Manifest, gpus: Sequence[GpuFacts]) -> I
             size = plan.settings.instance_count * plan.parameters.memory_mib * MIB
             needed[device] = needed.get(device, 0) + size
     for device, size in sorted(needed.items()):
-        if device >= len(gpus):
+        if device >= len(gpus) or (free_mib := gpus[device].free_mib) is None:
             continue
-        free = gpus[device].free_mib * MIB
+        free = free_mib * MIB
         if size > free:
             yield Finding(
                 MEMORY,

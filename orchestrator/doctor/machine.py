@@ -17,12 +17,12 @@ _TIMEOUT_S = 60
 
 
 class GpuFacts(NamedTuple):
-    """One GPU as `nvidia-smi` tells of it."""
+    """One GPU as `nvidia-smi` tells of it; memory is None where it does not (a MIG slice's, inside a container)."""
 
     name: str
     sm: str
-    memory_mib: float
-    free_mib: float
+    memory_mib: float | None
+    free_mib: float | None
     driver: str
 
 
@@ -39,7 +39,7 @@ class Machine(Protocol):
         """Whether a program is in PATH."""
 
     def missing_libraries(self, library: Path) -> list[str]:
-        """Names of the libraries that `library` is linked with and the loader does not find."""
+        """What `library` is linked with and the loader does not find: libraries, or versions of symbols in them."""
 
     def shared_memory_bytes(self) -> int:
         """The size of /dev/shm."""
@@ -54,11 +54,16 @@ class ThisMachine:
     def gpus(self) -> list[GpuFacts]:
         command = ("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", check=True, timeout=_TIMEOUT_S
+            )
         except (OSError, subprocess.SubprocessError):
             return []
-        rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-        return [GpuFacts(name, sm, float(total), float(free), driver) for name, sm, total, free, driver in rows]
+        rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
+        # "No devices were found" comes with exit code 0, too.
+        return [
+            GpuFacts(row[0], row[1], _as_number(row[2]), _as_number(row[3]), row[4]) for row in rows if len(row) == 5
+        ]
 
     def version(self, package: str) -> str | None:
         try:
@@ -72,10 +77,17 @@ class ThisMachine:
     def missing_libraries(self, library: Path) -> list[str]:
         env = {**os.environ, "LD_LIBRARY_PATH": self._library_path}
         try:
-            done = subprocess.run(("ldd", str(library)), capture_output=True, text=True, timeout=_TIMEOUT_S, env=env)
+            done = subprocess.run(
+                ("ldd", str(library)), capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, env=env
+            )
         except (OSError, subprocess.SubprocessError):
             return []
-        return re.findall(r"^\s*(\S+) => not found", done.stdout, re.MULTILINE)
+        said = f"{done.stdout}\n{done.stderr}"
+        missing = re.findall(r"^\s*(\S+) => not found", said, re.MULTILINE)
+        missing += re.findall(r": version `(\S+)' not found", said)
+        if done.returncode and not missing:
+            missing = [f"({said.strip().splitlines()[-1].strip() if said.strip() else 'no shared library'})"]
+        return list(dict.fromkeys(missing))
 
     def shared_memory_bytes(self) -> int:
         try:
@@ -83,6 +95,13 @@ class ThisMachine:
         except OSError:
             return 0
         return facts.f_frsize * facts.f_blocks
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]", "[Insufficient Permissions]"
+        return None
 
 
 def _version_outside(package: str) -> str | None:

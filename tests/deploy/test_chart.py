@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -223,11 +226,15 @@ def test_selectors_find_the_pods_and_nothing_else() -> None:
     )
 
 
-def test_the_autoscaler_counts_waiting_requests() -> None:
+def test_the_autoscaler_looks_at_the_time_in_the_queue() -> None:
     found = render(MOST)
     assert "replicas" not in found["Deployment"]["spec"]
     (metric,) = found["HorizontalPodAutoscaler"]["spec"]["metrics"]
-    assert metric["pods"]["metric"]["name"] == "rt_queued_requests"
+    assert metric["pods"]["metric"]["name"] == "rt_queue_wait_seconds"
+    assert metric["pods"]["target"] == {"type": "AverageValue", "averageValue": "250m"}
+    # At most twice as many in the time that a new one takes to load.
+    behavior = found["HorizontalPodAutoscaler"]["spec"]["behavior"]
+    assert behavior["scaleUp"]["policies"] == [{"type": "Percent", "value": 100, "periodSeconds": 300}]
 
 
 def test_the_build_writes_what_is_served() -> None:
@@ -243,6 +250,25 @@ def test_the_build_writes_what_is_served() -> None:
     other = render(merged(MOST, artifact={"path": "/artifacts/l4-2"}))
     assert other["Job"]["metadata"]["name"] != found["Job"]["metadata"]["name"]
     assert other["Job"]["metadata"]["name"].startswith("rt-triton-realtime-build-")
+
+
+def test_waiting_for_the_artifact_ends_by_a_signal(tmp_path: Path) -> None:
+    waits, _ = pod(MOST)["initContainers"]
+    (tmp_path / "sleep").write_text(f"#!/bin/sh\ntouch {tmp_path}/waits\nexec /bin/sleep 5\n")
+    (tmp_path / "sleep").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    process = subprocess.Popen([*waits["command"][:-1], str(tmp_path)], env=environment, stdin=subprocess.DEVNULL)
+    try:
+        give_up_s = time.monotonic() + 20
+        while not (tmp_path / "waits").exists():
+            assert process.poll() is None and time.monotonic() < give_up_s
+            time.sleep(0.02)
+        process.terminate()
+        # By a handler of its own: process 1 of a container ends by no other.
+        assert process.wait(timeout=4) == 143
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_no_secret_is_in_a_manifest() -> None:

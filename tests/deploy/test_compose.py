@@ -100,8 +100,11 @@ def test_redis_wants_the_password(services: dict[str, Any], tmp_path: Path) -> N
         with redis.Redis(unix_socket_path=str(socket), password=secret) as client:
             settings = {name: client.config_get(name)[name] for name in ("maxmemory", "maxmemory-policy", "appendonly")}
         assert settings == {"maxmemory": str(1 << 30), "maxmemory-policy": "noeviction", "appendonly": "yes"}
-        arguments = Path("/proc", str(process.pid), "cmdline").read_text()
-        assert "redis-server" in arguments and secret not in arguments
+        program, *arguments = Path("/proc", str(process.pid), "cmdline").read_text().split("\0")
+        assert Path(program.split()[0]).name == "redis-server" and secret not in " ".join(arguments)
+        # The process that Docker started, and tells to stop, is Redis.
+        process.terminate()
+        assert process.wait(timeout=20) == 0 and not socket.exists()
     finally:
         process.kill()
         process.wait()

@@ -262,7 +262,7 @@ def test_an_unknown_target_names_the_known_ones() -> None:
 
 
 def test_a_model_without_a_row_names_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"target 'cpu' uses model 'smollm2-135m-instruct', which has no row"):
+    with pytest.raises(BuildError, match=r"cpu.toml: models: model 'smollm2-135m-instruct' has no row"):
         load_models(load_target("cpu"), tmp_path)
 
 

@@ -451,6 +451,49 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.shared_memory_bytes() > 0
 
 
+@pytest.mark.parametrize(
+    ("said", "gpus"),
+    [
+        ("No devices were found", []),
+        ("", []),
+        ("NVIDIA A100-SXM4-40GB, 8.0, [Insufficient Permissions], [N/A], 590.44.01", [(None, None)]),
+        ("\\377\\376, 8.9, 23034, 22500, 590.44.01", [(23034.0, 22500.0)]),
+    ],
+)
+def test_what_nvidia_smi_says_in_words(
+    said: str, gpus: list[tuple[float | None, float | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{said}\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert [(facts.memory_mib, facts.free_mib) for facts in ThisMachine().gpus()] == gpus
+
+
+def test_memory_that_nobody_tells_is_a_warning(whole: dict[str, Path]) -> None:
+    silent = L4._replace(memory_mib=None, free_mib=None)
+    (finding,) = [each for each in look(whole["l4"], FakeMachine(gpus=(silent,))) if each.fix]
+    assert finding.may_start
+    assert finding.text.startswith(
+        "GPU 0: NVIDIA L4, of whose memory nvidia-smi does not tell; wanted: 23034 MiB\nfix: "
+    )
+
+
+def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = tmp_path / "libtriton_empty.so"
+    empty.touch()
+    (said,) = ThisMachine().missing_libraries(empty)
+    assert "not a dynamic executable" in said
+    program = tmp_path / "ldd"
+    program.write_text(
+        '#!/bin/sh\necho "$1: /lib/libstdc++.so.6: version \\`GLIBCXX_3.4.32\' not found (required by $1)" >&2\n'
+        "echo '  libnvinfer.so.10 => not found'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert ThisMachine().missing_libraries(empty) == ["libnvinfer.so.10", "GLIBCXX_3.4.32"]
+
+
 # --- large files are read once -----------------------------------------------------------------------------
 
 

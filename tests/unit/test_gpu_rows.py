@@ -52,6 +52,10 @@ def write(folder: Path, old: str, new: str, name: str = "h100") -> None:
         ('backend = "tensorrtllm"', 'backend = "python"', r"backend is 'python'; only 'tensorrtllm' is allowed here"),
         ('sm = "9.0"', 'sm = "90"', r"gpu\.sm: "),
         ("count = 2", "count = 2\ncolour = 1", r"gpu\.colour: no such key; allowed: name, sm, count, .* \(got 1\)"),
+        ("fp8_tflops = 1978.9\n", "", r"h100\.toml: gpu: fp8_tflops is missing; sm '9\.0' computes in FP8"),
+        ("price_per_hour = 3.0", "price_per_hour = inf", r"gpu\.price_per_hour: .*finite number"),
+        ("memory_gb_per_s = 3350.0", "memory_gb_per_s = 5e-324", r"memory_gb_per_s: .*greater than or equal to 1"),
+        ("count = 2\n", "count = 1000000000\n", r"gpu\.count: .*less than or equal to 64 \(got 1000000000\)"),
         ("[container]", "[containers]", r"containers: no such key; is it container or tiers\?"),
         ("kv_cache_share = 0.35", "kv_cache_share = 1.5", r"kv_cache_share: .*less than 1 \(got 1\.5\)"),
         ('image = "nvcr.io', 'image = "$(rm -rf /) nvcr.io', r"container\.image: "),
@@ -225,6 +229,15 @@ def test_a_model_without_the_weights_that_its_engine_needs() -> None:
         BuildError, match="cpu.toml: models.llm_small.model is 'smollm2-135m-instruct', whose row has no `g"
     ):
         check_pairs(cpu, plain)
+
+
+def test_a_model_of_another_kind_is_the_targets_fault(tmp_path: Path) -> None:
+    write(tmp_path, 'model = "llama-3.1-8b-instruct"', 'model = "complexity"', "l4")
+    target = load_target("l4", tmp_path)
+    with pytest.raises(
+        BuildError, match=r"^l4\.toml: models\.llm_large: model 'complexity' is of another kind; allowed: ll"
+    ):
+        load_models(target)
 
 
 def test_a_new_gpu_and_a_new_model_are_new_files(tmp_path: Path) -> None:

@@ -89,6 +89,16 @@ def test_the_rows_hold_both_matrices(tmp_path: Path, settings: dict[str, Any], s
     [
         ({}, {"use_dora": True}, "use_dora is True; an engine takes low-rank matrices alone"),
         ({}, {"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({}, {"alpha_pattern": {"k_proj": 64}}, "alpha_pattern is {'k_proj': 64}; an engine takes low-rank"),
+        ({}, {"use_qalora": True}, "use_qalora is True"),
+        ({}, {"fan_in_fan_out": True}, "fan_in_fan_out is True"),
+        ({}, {"trainable_token_indices": [1]}, "trainable_token_indices is [1]"),
+        ({}, {"alora_invocation_tokens": [5]}, "alora_invocation_tokens is [5]"),
+        ({}, {"peft_type": "IA3"}, "peft_type is 'IA3'; an engine takes low-rank matrices alone; allowed: 'LORA'"),
+        ({}, {"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({}, {"lora_alpha": None}, "lora_alpha is None; allowed: a number above 0"),
+        ({}, {"lora_alpha": "16"}, "lora_alpha is '16'; allowed"),
+        ({}, {"lora_alpha": float("inf")}, "lora_alpha is inf; allowed"),
         ({"0.mlp.router.lora_A": matrix(3, 8)}, {}, "engines do not have this; allowed: q_proj"),
         ({"0.self_attn.q_proj.lora_A": matrix(3, 8)}, {}, "layer 0, q_proj: only lora_A is there"),
         ({"1.self_attn.k_proj.lora_A": matrix(3, 9)}, {}, "matrices (3, 9) and (4, 3) are not of this model"),
@@ -111,6 +121,13 @@ def test_an_adapter_that_an_engine_cannot_take(
     with pytest.raises(BuildError) as caught:
         write_lora(adapter, MODEL, 4, tmp_path / "out")
     assert message in str(caught.value)
+
+
+def test_settings_that_are_no_table(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "a", PAIR)
+    (adapter / "adapter_config.json").write_text("[]")
+    with pytest.raises(BuildError, match=r"a/adapter_config\.json: list, no table of settings"):
+        write_lora(adapter, MODEL, 4, tmp_path / "out")
 
 
 def test_a_request_carries_an_adapter_by_nvidia_s_contract(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -119,7 +121,9 @@ class Container:
         self.say("NVIDIA L4, 8.9, 23034")
 
     def say(self, gpus: str) -> None:
-        (self.folder / "gpus").write_text(f"{gpus}\n")
+        (self.folder / "gpus").write_text(
+            f"{gpus}, {gpus.rpartition(', ')[2]}, 590.44.01\n" if "," in gpus else f"{gpus}\n"
+        )
 
     @property
     def calls(self) -> list[str]:
@@ -230,6 +234,12 @@ def test_a_changed_limit_makes_the_engine_anew_and_nothing_else(container: Conta
     assert container.build(target, models) == "rows, sources, code or tools changed"
     assert container.calls == ["trtllm-build", "verify_engine"]
     assert "up to date, so no step runs" in explain(target, models, container.folder / "out", container.cache)
+    said = explain(target, models, container.folder / "out", container.cache, force=True)
+    assert "asked for by --force" in said
+    assert "up to date" not in said
+    too_long = vary("l4", kv_cache_share=0.001)
+    with pytest.raises(BuildError, match="fewer than one sequence"):
+        explain(*too_long, container.folder / "out", container.cache)
 
 
 def test_prices_make_nothing_anew(container: Container) -> None:
@@ -335,7 +345,12 @@ def test_a_rendered_artifact_is_no_finished_one(container: Container) -> None:
         ),
         ("NVIDIA L4, 8.6, 23034", r"gpu\.sm is '8\.9'; GPU 0 here says '8\.6'"),
         ("NVIDIA L4, 8.9, 11517", r"gpu\.memory_mib is 23034; GPU 0 here has 11517"),
-        ("", r"gpu\.count is 1; this machine has 0"),
+        ("", r"no NVIDIA GPU found here \(nvidia-smi names none\); run the build on a machine with 1 x"),
+        ("No devices were found", r"no NVIDIA GPU found here"),
+        (
+            "NVIDIA L4, 8.9, [Insufficient Permissions]",
+            r"gpu\.memory_mib is 23034; nvidia-smi does not tell that of GPU 0",
+        ),
     ],
 )
 def test_another_machine_is_told(container: Container, gpus: str, message: str) -> None:
@@ -343,6 +358,39 @@ def test_another_machine_is_told(container: Container, gpus: str, message: str) 
     with pytest.raises(BuildError, match=message):
         container.build(*vary("l4"))
     assert container.calls == []
+
+
+def test_too_few_gpus_are_told(container: Container) -> None:
+    with pytest.raises(BuildError, match=r"gpu\.count is 2; this machine has 1"):
+        container.build(*vary("h100"))
+
+
+def test_a_command_ends_with_its_build(tmp_path: Path) -> None:
+    product = "Product('endless', ('sh', '-c', 'echo $$ > pid; exec sleep 600'), {}, ())"
+    script = f"from pathlib import Path; from build.products import Product; {product}.make(Path('.'))"
+    build = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
+    file = tmp_path / "products" / "pid"
+    give_up_s = time.monotonic() + 30
+    try:
+        while not file.exists() or not file.read_text().strip():
+            assert build.poll() is None and time.monotonic() < give_up_s
+            time.sleep(0.02)
+        build.kill()
+        build.wait()
+        # The command has the lock as well, so whoever comes next gets it when nobody writes any more.
+        with next((tmp_path / "products").glob(".endless-*.lock")).open("w") as held:
+            while True:
+                try:
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    assert time.monotonic() < give_up_s
+                    time.sleep(0.02)
+        status = Path("/proc", file.read_text().strip(), "stat")
+        assert not status.exists() or status.read_text().rpartition(") ")[2][0] == "Z"
+    finally:
+        build.kill()
+        build.wait()
 
 
 def test_another_version_is_told(container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
