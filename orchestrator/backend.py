@@ -131,7 +131,7 @@ class Way:
             engines = TimedEngines(self._engines, tier, passage)
             await Generation(flight, answer, self.tokenizers[tier.name], engines).run()
         elif self._cloud is not None:
-            await CloudGeneration(flight, answer, self._cloud, self.overruns).run()
+            await CloudGeneration(flight, answer, self._cloud, self.overruns, passage.hear).run()
         else:
             raise InternalError(f"tier {tier.name!r} is a cloud tier, but there is no client for it")
 

@@ -31,6 +31,7 @@ from orchestrator.errors import (
     BudgetError,
     CancelledError,
     CloudError,
+    CloudTimeoutError,
     DeadlineError,
     EngineError,
     EngineTimeoutError,
@@ -947,3 +948,55 @@ def test_an_engine_that_fails_falls_to_the_api(make_world: MakeWorld, cloud: Fak
 
     sink = asyncio.run(work())
     assert (sink.text, rt(sink)["tier"], rt(sink)["input_tokens"]) == ("from afar", "expert", 11)
+
+
+def test_an_api_that_is_silent_for_one_and_streams_for_another_is_not_out(
+    make_world: MakeWorld, cloud: FakeCloud
+) -> None:
+    tier = cloud_tier(cloud.url)
+
+    async def work() -> tuple[RecordingSink, ApiError, str]:
+        client = HttpCloudClient([tier], {})
+        world = make_world([TWO[0], tier], cloud=client)
+        cloud.reply = Reply([*itertools.chain.from_iterable((delta("a"), 0.1) for _ in range(8)), *answer("b")])
+        streaming = asyncio.create_task(world.ask("hard", model="expert", stream=True))
+        while not cloud.got:
+            await asyncio.sleep(0.001)
+        cloud.reply = Reply([], end="hang")
+        error = error_of(await world.ask("hard too", model="expert"))
+        state = world.dispatch.breaker_states()["expert"]
+        sink = await streaming
+        await client.close()
+        return sink, error, state
+
+    sink, error, state = asyncio.run(work())
+    assert isinstance(error, CloudTimeoutError) and (state, sink.text) == ("closed", "a" * 8 + "b")
+
+
+@pytest.mark.parametrize("channel", ["content", "reasoning_content"])
+def test_the_first_token_of_a_probe_brings_an_api_back(make_world: MakeWorld, cloud: FakeCloud, channel: str) -> None:
+    tier = cloud_tier(cloud.url)
+
+    async def work() -> tuple[str, str, RecordingSink]:
+        client = HttpCloudClient([tier], {})
+        world = make_world([TWO[0], tier], cloud=client, open_s=0.05)
+        cloud.reply = Reply([], end="hang")
+        await world.ask("hard", model="expert")
+        before = world.dispatch.breaker_states()["expert"]
+        while world.dispatch.breaker_states()["expert"] == "open":
+            await asyncio.sleep(0.01)
+        cloud.reply = Reply([delta(**{channel: "a"}), 30.0])  # the probe is never done
+        call, sink = world.call("hard", model="expert", stream=True)
+        probing = asyncio.create_task(world.pipeline.run(call))
+        while world.dispatch.breaker_states()["expert"] != "closed":
+            await asyncio.sleep(0.001)
+        cloud.reply = Reply(answer("from", " afar"))
+        other = await world.ask("hard", model="expert")
+        is_probing = not probing.done()
+        await call.cancel()
+        await probing
+        await client.close()
+        return before, "probing" if is_probing else "done", other
+
+    before, probe, other = asyncio.run(asyncio.wait_for(work(), 10))
+    assert (before, probe, other.text) == ("open", "probing", "from afar")
