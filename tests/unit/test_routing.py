@@ -640,13 +640,13 @@ def test_no_second_try_that_would_be_late(world: World) -> None:
 
 def test_a_tier_known_to_be_slow_is_passed_over_by_who_is_in_a_hurry(world: World) -> None:
     async def work() -> None:
-        world.dispatch._backends["small"].pace.observe(1.0, 2.0, 10)
-        hurried = rt(await world.ask("easy", **{"x-deadline-ms": "1500"}))
+        world.dispatch._backends["small"].paces["simple"].observe(1.0, 2.0, 10)
+        hurried = rt(await world.ask("easy", max_tokens=10, **{"x-deadline-ms": "1500"}))
         assert hurried["tier"] == "expert"
         assert hurried["reason"] == "likely to suffice (1.00); simple is cheaper, but not expected to be in time"
         assert rt(await world.ask("easy"))["tier"] == "simple"
-        world.dispatch._backends["large"].pace.observe(9.0, 9.5, 10)
-        world.dispatch._backends["small"].pace.observe(9.0, 9.5, 10)
+        world.dispatch._backends["large"].paces["expert"].observe(9.0, 9.5, 10)
+        world.dispatch._backends["small"].paces["simple"].observe(9.0, 9.5, 10)
         late = error_of(await world.ask("easy", **{"x-deadline-ms": "200"}))
         assert isinstance(late, OverloadedError) and "the deadline cannot be met" in late.message
 
@@ -657,13 +657,33 @@ def test_who_has_no_time_to_be_judged_is_not(world: World) -> None:
     world.classifier.delay_s = 0.2
 
     async def work() -> None:
-        for name in ("small", "large"):
-            world.dispatch._backends[name].pace.observe(0.1, 0.12, 5)
+        for model, tier in (("small", "simple"), ("large", "expert")):
+            for _ in range(10):
+                world.dispatch._backends[model].paces[tier].observe(0.1, 0.12, 5)
         found = rt(await world.ask("easy", **{"x-deadline-ms": "250"}))
         assert "did not judge it in time" in found["reason"]
         started_s = time.monotonic()
         late = error_of(await world.ask("easy", **{"x-deadline-ms": "80"}))
         assert isinstance(late, OverloadedError) and time.monotonic() - started_s < 0.08  # at once, not when it is late
+
+    asyncio.run(work())
+
+
+def test_a_long_answer_of_one_tier_refuses_nobody_at_another(make_world: MakeWorld) -> None:
+    tiers = [make_tier("simple", "small"), make_tier("complex", "small"), TWO[1]]
+    world = make_world(tiers)
+
+    async def work() -> None:
+        await world.ask("easy", model="complex")
+        long = world.dispatch._backends["small"]
+        for pace in (long.paces["complex"], long.queue and long.queue.pace):
+            assert pace is not None
+            for _ in range(30):
+                pace.observe(0.02, 3.02, 301)
+        late = error_of(await world.ask("easy", model="complex", **{"x-deadline-ms": "1500"}))
+        assert "the answer alone is expected to take" in late.message and late.headers["retry-after"] == "30"
+        assert rt(await world.ask("easy", model="simple", **{"x-deadline-ms": "1500"}))["tier"] == "simple"
+        assert rt(await world.ask("easy", **{"x-deadline-ms": "1500"}))["tier"] == "simple"
 
     asyncio.run(work())
 
@@ -901,7 +921,7 @@ def test_an_api_known_to_be_too_slow_is_not_asked(make_world: MakeWorld, cloud: 
 
     pinned, patient, elsewhere = asyncio.run(work())
     assert isinstance(pinned, OverloadedError) and pinned.status == 503
-    assert "the deadline cannot be met" in pinned.message and pinned.headers == {"retry-after": "1"}
+    assert "the deadline cannot be met" in pinned.message and pinned.headers == {"retry-after": "30"}
     assert (patient["tier"], elsewhere["tier"], len(cloud.got)) == ("expert", "simple", 2)
 
 
@@ -986,7 +1006,7 @@ def test_the_first_token_of_a_probe_brings_an_api_back(make_world: MakeWorld, cl
         while world.dispatch.breaker_states()["expert"] == "open":
             await asyncio.sleep(0.01)
         cloud.reply = Reply([delta(**{channel: "a"}), 30.0])  # the probe is never done
-        call, sink = world.call("hard", model="expert", stream=True)
+        call, _ = world.call("hard", model="expert", stream=True)
         probing = asyncio.create_task(world.pipeline.run(call))
         while world.dispatch.breaker_states()["expert"] != "closed":
             await asyncio.sleep(0.001)
