@@ -9,7 +9,7 @@ from collections import Counter
 
 from orchestrator import contracts
 from orchestrator.answer import Answer, Output
-from orchestrator.cloud.generation import CloudClient, CloudGeneration, Overrun, limit_choice
+from orchestrator.cloud.generation import CloudClient, CloudGeneration, Overrun
 from orchestrator.config import Tiers
 from orchestrator.errors import (
     ApiError,
@@ -50,16 +50,19 @@ class Backend:
             num = limits.max_batch_waiting
             classes: dict[Class, int] = {"interactive": limits.max_live_requests, "batch": num, "aside": num}
             self.queue = Queue(limits.max_running_requests, classes)
-        self.pace = Pace() if self.queue is None else self.queue.pace
+        engine = None if self.queue is None else self.queue.pace
+        self.paces = {tier.name: Pace(engine=engine) for tier in tiers.tier if tier.backend == name}
         share = MAX_SHARE if num_backends > 1 else 1.0
         self._max_live = math.ceil(share * limits.max_live_requests)
         self._num_live = 0
 
-    def expect_s(self, priority: Class, max_tokens: float) -> float:
-        """Seconds until an answer of at most so many tokens is whole: 0 if nothing is known, infinite if it is full."""
+    def expect_s(self, tier: str, priority: Class, max_tokens: float | None) -> float:
+        """Seconds until the answer is whole, of at most so many tokens if its request says it: 0 if nothing is known,
+        infinite if it is full."""
+        pace = self.paces[tier]
         if self._num_live >= self._max_live:
             return math.inf
-        return self.pace.predict_s(max_tokens) if self.queue is None else self.queue.expect_s(priority, max_tokens)
+        return pace.predict_s(max_tokens) if self.queue is None else self.queue.expect_s(priority, max_tokens, pace)
 
     async def generate(
         self, answer: Answer, flight: Output, way: Way, *, priority: Class, ends_at_s: float | None
@@ -73,13 +76,13 @@ class Backend:
         self._num_live += 1
         flight.enter("queue")
         try:
-            max_tokens = limit_choice(answer.request, answer.tier)
+            max_tokens, pace = answer.request.output_limit, self.paces[answer.tier.name]
             if self.queue is None:
                 if ends_at_s is not None:
-                    check_in_time(ends_at_s - time.monotonic(), 0.0, self.pace.predict_s(max_tokens))
+                    check_in_time(ends_at_s - time.monotonic(), 0.0, max_tokens, pace)
                 await self._pass(answer, flight, way, priority)
                 return
-            ticket = self.queue.enter(priority, ends_at_s, max_tokens)
+            ticket = self.queue.enter(priority, ends_at_s, max_tokens, pace)
             try:
                 flight.on_cancel(ticket.give_up)
                 await ticket.wait()
@@ -112,7 +115,8 @@ class Backend:
             passage.end(verdict)
         if answer.first_token_s is not None:
             num_tokens = answer.usage.completion_tokens // len(answer.choices)
-            self.pace.observe(answer.first_token_s - started_s, time.monotonic() - started_s, num_tokens)
+            for pace in (self.paces[answer.tier.name], *([self.queue.pace] if self.queue else [])):
+                pace.observe(answer.first_token_s - started_s, time.monotonic() - started_s, num_tokens)
 
 
 class Way:
@@ -131,7 +135,7 @@ class Way:
             engines = TimedEngines(self._engines, tier, passage)
             await Generation(flight, answer, self.tokenizers[tier.name], engines).run()
         elif self._cloud is not None:
-            await CloudGeneration(flight, answer, self._cloud, self.overruns).run()
+            await CloudGeneration(flight, answer, self._cloud, self.overruns, passage.hear).run()
         else:
             raise InternalError(f"tier {tier.name!r} is a cloud tier, but there is no client for it")
 

@@ -218,7 +218,8 @@ class Dispatch:
         spare_s = None
         if job.left_s is not None:
             spare_s = job.left_s - min(
-                self._backends[each.tier.backend].expect_s(job.priority, each.num_answer_tokens) for each in sized
+                self._backends[each.tier.backend].expect_s(each.tier.name, job.priority, job.request.output_limit)
+                for each in sized
             )
         if not judging.done() and (spare_s is None or spare_s > 0):
             await asyncio.wait({judging}, timeout=None if spare_s is None else spare_s / 2)
@@ -322,7 +323,7 @@ class Dispatch:
                     tier.context_window,
                     num_prompt,
                     num_answer,
-                    backend.expect_s(job.priority, num_answer),
+                    backend.expect_s(tier.name, job.priority, job.request.output_limit),
                     backend.breaker.is_out,
                     self._quality is not None and job.is_auto and self._quality.is_doubtful(tier.name, job.vector),
                 )
@@ -343,7 +344,7 @@ class Dispatch:
         backend = self._backends[tier.backend]
         if judge(error) != "failure" or isinstance(error, CloudRefusalError) or backend.breaker.is_out:
             return False
-        return job.left_s is None or RETRY_DELAY_S + backend.pace.predict_s(1) < job.left_s
+        return job.left_s is None or RETRY_DELAY_S + backend.paces[tier.name].predict_s(1) < job.left_s
 
 
 async def pause(flight: Output) -> None:

@@ -12,6 +12,7 @@ from orchestrator.contracts import COMPLEXITY_MODEL, PROBABILITIES
 from orchestrator.embedding.encoder import Encoder
 from orchestrator.routing.complexity import Complexity, read_probabilities
 from orchestrator.routing.conversation import ConversationReader, Turn
+from orchestrator.routing.follow_up import find_ask
 
 
 class ArtifactRouter:
@@ -24,7 +25,7 @@ class ArtifactRouter:
 
     def read(self, turns: Sequence[Turn]) -> npt.NDArray[np.int32]:
         """The token ids of a conversation, INT32 [length]."""
-        return self._reader.read(turns)
+        return self._reader.read(find_ask(turns))
 
     def judge(self, input_ids: npt.NDArray[np.int32]) -> Complexity:
         """What the model says of these ids."""

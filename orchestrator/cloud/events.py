@@ -79,8 +79,8 @@ class Event(_Part):
 
     @property
     def is_progress(self) -> bool:
-        """Whether an answer came further by it."""
-        return any(choice.text or choice.calls or choice.finish_reason for choice in self.choices or [])
+        """Whether an answer came further by it, or the thought before it."""
+        return any(each.text or each.reasoning or each.calls or each.finish_reason for each in self.choices or [])
 
 
 def parse_event(data: str, tier: str) -> Event:

@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Literal, Protocol
 
@@ -75,10 +75,18 @@ class CloudGeneration:
     """One answer's way out of an API. `run` sends all of it to `output`."""
 
     def __init__(
-        self, output: Output, answer: Answer, client: CloudClient, overruns: Counter[tuple[str, Overrun]]
+        self,
+        output: Output,
+        answer: Answer,
+        client: CloudClient,
+        overruns: Counter[tuple[str, Overrun]],
+        hear: Callable[[], None],
     ) -> None:
-        """`overruns`, by the tier's name and the kind, counts what the API was not believed."""
+        """`overruns`, by the tier's name and the kind, counts what the API was not believed. `hear` is called for each
+        sign of progress, whether the caller sees anything of it or not.
+        """
         self._overruns = overruns
+        self._hear = hear
         self._output = output
         self._answer = answer
         self._request = answer.request
@@ -94,7 +102,8 @@ class CloudGeneration:
         )
         self._answer.is_estimated = True
         self._output.begin(self._answer, uuid.uuid4().hex)
-        self._texts = [_ChoiceText(choice, self._request.stops, self._max_tokens) for choice in self._answer.choices]
+        stops, window = self._request.stops, self._tier.context_window
+        self._texts = [_ChoiceText(choice, stops, self._max_tokens, window) for choice in self._answer.choices]
         self._output.raise_if_cancelled()
         reading = asyncio.create_task(self._read(body))
 
@@ -119,11 +128,13 @@ class CloudGeneration:
         try:
             async with aclosing(self._client.stream(self._tier, body)) as events:
                 async for event in events:
+                    if event.is_progress:
+                        self._hear()
                     if event.usage is not None:
                         usage = event.usage
                         self._answer.num_prompt_tokens = self._bound_prompt(usage)
                     deltas = event.choices or []
-                    if self._are_finished and any(delta.text or delta.calls for delta in deltas):
+                    if self._are_finished and any(delta.text or delta.reasoning or delta.calls for delta in deltas):
                         return  # an API that does not end
                     for delta in deltas:
                         self._take(delta)
@@ -187,20 +198,22 @@ class _ChoiceText:
     """One choice as it comes: text cut at the first stop string, tool calls numbered from 0, tokens estimated.
 
     `finish_reason` is None until it is over. `is_cut`: it went on past its limit of `max_tokens`, surely, for it had
-    more deltas, or so many bytes that tokens would have to be longer than they are.
+    more deltas, or so many bytes that tokens would have to be longer than they are; or it thought for more deltas than
+    its window holds, without an end. Not every API counts thoughts among `max_tokens`.
     """
 
-    def __init__(self, choice: Choice, stops: list[str], max_tokens: int) -> None:
+    def __init__(self, choice: Choice, stops: list[str], max_tokens: int, context_window: int) -> None:
         self.choice = choice
         self.finish_reason: str | None = None
         self.is_cut = False
         self._max_tokens = max_tokens
+        self._max_hidden_deltas = context_window
         self._stops = StopStrings(stops)
         self._call_ids: list[str] = []
         self._call_of_index: dict[int, int] = {}
         self._num_deltas = 0
         self._num_bytes = 0
-        self._num_hidden_bytes = 0
+        self._num_hidden_deltas = self._num_hidden_bytes = 0
 
     @property
     def most_tokens(self) -> int:
@@ -214,12 +227,15 @@ class _ChoiceText:
     def push(self, delta: ChoiceDelta) -> Piece:
         """What became certain; raises `ValueError` for a tool call without a name."""
         text, calls = delta.text, [self._number(call) for call in delta.calls]
-        self._num_hidden_bytes += len(delta.reasoning.encode())
+        if delta.reasoning:
+            self._num_hidden_bytes += len(delta.reasoning.encode())
+            self._num_hidden_deltas += 1
+            self.is_cut = self._num_hidden_deltas > self._max_hidden_deltas
         if text or calls:
             num_bytes = len(text.encode()) + sum(
                 len((call.name or "").encode()) + len(call.arguments.encode()) for call in calls
             )
-            self.is_cut = (
+            self.is_cut = self.is_cut or (
                 self._num_deltas == self._max_tokens
                 or self._num_bytes + num_bytes > MAX_BYTES_PER_DELTA * self._max_tokens + MAX_TOKEN_BYTES
             )

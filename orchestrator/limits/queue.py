@@ -27,40 +27,69 @@ INTERACTIVE_TURNS = 9
 
 
 class Pace:
-    """A live estimate of how long an engine takes for an answer, from those it has just made."""
+    """A live estimate of how long an engine or tier takes for an answer, from those it has just made."""
 
-    # Of each new answer. The last ten make up two thirds.
+    # Of each new answer; the first ones are averaged. The last ten make up two thirds.
     WEIGHT = 0.1
+    # A request that does not say how long its answer may be is taken for one token, until so many answers and more have
+    # told otherwise: that one was long does not say that the next one will be.
+    NUM_SHORT = 4
     # Older ones say nothing: a tier that refuses everybody because it was slow would never hear that it is not.
     MEMORY_S = 30.0
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, engine: Pace | None = None) -> None:
+        """`engine` is what a tier's pace falls back on while nothing is known of the tier: but not on its lengths."""
         self._clock = clock
+        self._engine = engine
         self._seen_s = -math.inf
-        self._first_token_s = self._token_s = self._num_tokens = 0.0
+        self._num_seen = 0
+        self._first_token_s = self._token_s = self._num_tokens = self._total_s = 0.0
 
     def observe(self, first_token_s: float, total_s: float, num_tokens: int) -> None:
         """One whole answer: seconds to its first token and to its last, from when the engine got the request."""
-        weight = self.WEIGHT if self._is_known else 1.0
+        if not self._is_known:
+            self._num_seen, self._token_s = 0, 0.0
+        self._num_seen += 1
         self._seen_s = self._clock()
-        token_s = (total_s - first_token_s) / max(1, num_tokens - 1)
+        weight = max(self.WEIGHT, 1 / self._num_seen)
         self._first_token_s += weight * (first_token_s - self._first_token_s)
-        self._token_s += weight * (token_s - self._token_s)
+        self._total_s += weight * (total_s - self._total_s)
+        if num_tokens > 1:  # one token has no pace
+            self._token_s += weight * ((total_s - first_token_s) / (num_tokens - 1) - self._token_s)
         self._num_tokens += weight * (num_tokens - self._num_tokens)
 
-    def predict_s(self, max_tokens: float = math.inf) -> float:
-        """Seconds that an answer of at most so many tokens will take; 0 when nothing is known."""
+    def predict_s(self, max_tokens: float | None = None) -> float:
+        """Seconds that an answer of at most so many tokens will take, if its request says it; 0 if nothing is known."""
         if not self._is_known:
-            return 0.0
-        return self._first_token_s + self._token_s * max(0.0, min(max_tokens, self._num_tokens) - 1)
+            return 0.0 if self._engine is None else self._engine.predict_s(max_tokens or 1)
+        num_further = max(0.0, self._num_tokens - 1)
+        if max_tokens is None:
+            num_further *= self._num_seen / (self.NUM_SHORT + self._num_seen)
+        else:
+            num_further = min(max(0.0, max_tokens - 1), num_further)
+        return self._first_token_s + self._token_s * num_further
+
+    @property
+    def average_s(self) -> float:
+        """Seconds that the last answers took; 0 when nothing is known."""
+        return self._total_s if self._is_known else 0.0
+
+    @property
+    def known_s(self) -> float:
+        """Seconds after which all this is forgotten, unless another answer comes; 0 when nothing is known."""
+        own_s = max(0.0, self._seen_s + self.MEMORY_S - self._clock())
+        return own_s if own_s or self._engine is None else self._engine.known_s
 
     @property
     def _is_known(self) -> bool:
-        return self._clock() - self._seen_s <= self.MEMORY_S
+        return self._clock() - self._seen_s < self.MEMORY_S
 
 
 class Queue:
-    """For one event loop. Up to `max_running` run, and so many of each class wait."""
+    """For one event loop. Up to `max_running` run, and so many of each class wait.
+
+    `pace` is of all that pass; how long one of them takes by itself, a pace of its own may tell better.
+    """
 
     def __init__(
         self, max_running: int, max_waiting: Mapping[Class, int], clock: Callable[[], float] = time.monotonic
@@ -76,7 +105,13 @@ class Queue:
     def num_waiting(self, priority: Class) -> int:
         return len(self._waiting[priority])
 
-    def enter(self, priority: Class, ends_at_s: float | None = None, max_tokens: float = math.inf) -> Ticket:
+    def enter(
+        self,
+        priority: Class,
+        ends_at_s: float | None = None,
+        max_tokens: float | None = None,
+        pace: Pace | None = None,
+    ) -> Ticket:
         """A place; raises `OverloadedError` with `retry-after` where there is none, or none in time for `ends_at_s`."""
         wait_s = self._expect_wait_s(priority)
         if self._is_full(priority):
@@ -85,7 +120,7 @@ class Queue:
                 headers=_retry_after(wait_s),
             )
         if ends_at_s is not None:
-            check_in_time(ends_at_s - self._clock(), wait_s, self.pace.predict_s(max_tokens))
+            check_in_time(ends_at_s - self._clock(), wait_s, max_tokens, pace or self.pace)
         ticket = Ticket(self)
         if self._num_running < self._max_running:
             self._let_in(ticket)
@@ -93,9 +128,11 @@ class Queue:
             self._waiting[priority].append(ticket)
         return ticket
 
-    def expect_s(self, priority: Class, max_tokens: float = math.inf) -> float:
+    def expect_s(self, priority: Class, max_tokens: float | None = None, pace: Pace | None = None) -> float:
         """Seconds until an answer of at most so many tokens would be whole; infinite where there is no place."""
-        return math.inf if self._is_full(priority) else self._expect_wait_s(priority) + self.pace.predict_s(max_tokens)
+        if self._is_full(priority):
+            return math.inf
+        return self._expect_wait_s(priority) + (pace or self.pace).predict_s(max_tokens)
 
     def _is_full(self, priority: Class) -> bool:
         return self._num_running >= self._max_running and self.num_waiting(priority) >= self._max_waiting[priority]
@@ -110,7 +147,7 @@ class Queue:
             ahead = batch + min(interactive, INTERACTIVE_TURNS * (batch + 1) - self._num_passed)
         else:
             ahead = interactive + batch + aside
-        return (ahead + 1) / self._max_running * self.pace.predict_s()
+        return (ahead + 1) / self._max_running * self.pace.average_s
 
     def _let_in(self, ticket: Ticket) -> None:
         self._num_running += 1
@@ -134,8 +171,15 @@ class Queue:
         return CLASSES if self._num_passed < INTERACTIVE_TURNS else ("batch", "interactive", "aside")
 
 
-def check_in_time(left_s: float, wait_s: float, answer_s: float) -> None:
+def check_in_time(left_s: float, wait_s: float, max_tokens: float | None, pace: Pace) -> None:
     """Raises `OverloadedError` with `retry-after` where an answer that begins after `wait_s` would be late."""
+    answer_s = pace.predict_s(max_tokens)
+    if answer_s > left_s:  # however short the wait; so until the pace is another, or forgotten
+        raise OverloadedError(
+            f"the deadline cannot be met: {left_s:.3f} s are left, and the answer alone is expected to take "
+            f"{answer_s:.3f} s; allow more time, or ask for less",
+            headers=_retry_after(pace.known_s),
+        )
     if wait_s + answer_s > left_s:
         raise OverloadedError(
             f"the deadline cannot be met: {left_s:.3f} s are left, a place is expected in {wait_s:.3f} s and "

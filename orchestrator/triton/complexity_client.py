@@ -14,6 +14,7 @@ from grpc import aio
 from orchestrator import contracts
 from orchestrator.routing.complexity import Complexity, read_probabilities
 from orchestrator.routing.conversation import ConversationReader, Turn
+from orchestrator.routing.follow_up import find_ask
 from orchestrator.triton.encoder_client import EncoderClient
 
 log = logging.getLogger("orchestrator.routing")
@@ -38,7 +39,7 @@ class GrpcComplexity:
     async def __call__(self, turns: Sequence[Turn]) -> Complexity | None:
         """What the model says of a conversation, `turns` from the first to the last; None when the model fails."""
         try:
-            probabilities = await self._encoder.encode(self._reader.read(turns))
+            probabilities = await self._encoder.encode(self._reader.read(find_ask(turns)))
         except aio.AioRpcError as error:
             log.warning("the classifier failed; the router goes without: %s", error.details())
             return None

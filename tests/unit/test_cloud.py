@@ -539,6 +539,22 @@ def test_a_slow_first_token_may_take_longer_than_the_next(cloud: FakeCloud) -> N
     assert run(cloud).text == "ab"
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_are_progress(cloud: FakeCloud, name: str) -> None:
+    """Case P01: the first token of any channel, and the next."""
+    thinking = [0.2, delta(**{name: "hm"})] * 8  # longer than a first token may take, and than any other
+    cloud.reply = Reply([*thinking, delta("a"), *thinking, *answer("b")])
+    assert run(cloud).text == "ab"
+
+
+def test_an_api_that_thinks_without_end_is_left(cloud: FakeCloud) -> None:
+    tier = make_tier(cloud.url).model_copy(update={"context_window": 50})
+    cloud.reply = Reply([delta(reasoning="hm")] * 60, end="hang")
+    sink = run(cloud, tier, max_tokens=5)
+    assert (sink.text, sink.finish_reasons) == ("", ["length"])
+    wait_for(lambda: cloud.num_left == 1)
+
+
 def test_no_connection() -> None:
     with socket.socket() as nobody:  # bound, but not listening
         nobody.bind(("127.0.0.1", 0))

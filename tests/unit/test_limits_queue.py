@@ -75,18 +75,71 @@ def test_one_that_gives_up_makes_room() -> None:
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     clock = Clock()
     queue = make_queue(clock=clock)
-    first = queue.enter("interactive", ends_at_s=100.001)  # nothing is known yet
+    first = queue.enter("interactive", ends_at_s=100.001, max_tokens=21)  # nothing is known yet
     queue.pace.observe(0.5, 2.5, 21)  # 0.1 s a token
     first.leave()
-    queue.enter("interactive", ends_at_s=102.6)
+    queue.enter("interactive", ends_at_s=102.6, max_tokens=21)
     with pytest.raises(OverloadedError, match=r"2\.600 s are left, a place is expected in 2\.500 s and the") as caught:
-        queue.enter("interactive", ends_at_s=102.6)
+        queue.enter("interactive", ends_at_s=102.6, max_tokens=21)
     assert caught.value.headers == {"retry-after": "3"}
-    queue.enter("interactive", ends_at_s=105.1)
+    queue.enter("interactive", ends_at_s=105.1, max_tokens=21)
     queue.enter("interactive", ends_at_s=None)
     with pytest.raises(OverloadedError):
-        queue.enter("batch", ends_at_s=109.9)  # behind both
-    queue.enter("batch", ends_at_s=110.1)
+        queue.enter("batch", ends_at_s=109.9, max_tokens=21)  # behind both
+    queue.enter("batch", ends_at_s=110.1, max_tokens=21)
+
+
+def test_one_whose_answer_alone_takes_too_long_hears_when_that_is_forgotten() -> None:
+    clock = Clock()
+    queue = make_queue(clock=clock)
+    queue.pace.observe(2.0, 2.0, 1)
+    clock.now_s += 10
+    with pytest.raises(
+        OverloadedError, match=r"1\.500 s are left, and the answer alone is expected to take 2\.000"
+    ) as caught:
+        queue.enter("interactive", ends_at_s=111.5)
+    assert caught.value.headers == {"retry-after": "20"}
+    clock.now_s += 20
+    queue.enter("interactive", ends_at_s=131.5)
+
+
+def test_one_long_answer_does_not_make_all_long() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    pace.observe(0.02, 3.02, 301)
+    assert pace.predict_s() < 0.7 and pace.average_s == pace.predict_s(400) == pytest.approx(3.02)
+    pace.observe(0.02, 0.09, 8)
+    assert pace.predict_s() < 0.6 and pace.average_s == pytest.approx(3.11 / 2)
+    for _ in range(30):
+        pace.observe(0.02, 3.02, 301)
+    assert pace.predict_s() > 2.5
+
+
+def test_an_engine_knows_each_tiers_length_by_itself() -> None:
+    clock = Clock()
+    queue, short, long = make_queue(clock=clock), Pace(clock), Pace(clock)
+    for pace in (queue.pace, long):
+        for _ in range(30):
+            pace.observe(0.02, 3.02, 301)
+    first = queue.enter("interactive", ends_at_s=101.5, pace=short)
+    with pytest.raises(OverloadedError, match="the answer alone"):
+        queue.enter("interactive", ends_at_s=101.5, pace=long)
+    with pytest.raises(OverloadedError, match="a place is expected in 3.020 s"):  # behind whatever runs
+        queue.enter("interactive", ends_at_s=101.5, pace=short)
+    first.leave()
+
+
+def test_a_tier_of_which_nothing_is_known_is_as_fast_as_its_engine_but_not_as_wordy() -> None:
+    clock = Clock()
+    engine = Pace(clock)
+    tier = Pace(clock, engine)
+    assert tier.predict_s() == tier.known_s == 0.0
+    for _ in range(30):
+        engine.observe(0.02, 3.02, 301)
+    assert tier.predict_s() == pytest.approx(0.02) and tier.predict_s(101) == pytest.approx(1.02)
+    assert tier.known_s == 30.0
+    tier.observe(0.5, 0.5, 1)
+    assert tier.predict_s(101) == 0.5
 
 
 def test_a_short_answer_is_expected_sooner() -> None:
@@ -94,7 +147,7 @@ def test_a_short_answer_is_expected_sooner() -> None:
     pace = Pace(clock)
     assert pace.predict_s() == 0.0
     pace.observe(0.5, 2.5, 21)
-    assert pace.predict_s() == pytest.approx(2.5)
+    assert pace.predict_s(21) == pace.predict_s(1000) == pytest.approx(2.5)
     assert pace.predict_s(6) == pytest.approx(1.0)
     assert pace.predict_s(1) == pytest.approx(0.5)
     for _ in range(60):

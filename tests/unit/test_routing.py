@@ -31,6 +31,7 @@ from orchestrator.errors import (
     BudgetError,
     CancelledError,
     CloudError,
+    CloudTimeoutError,
     DeadlineError,
     EngineError,
     EngineTimeoutError,
@@ -639,13 +640,13 @@ def test_no_second_try_that_would_be_late(world: World) -> None:
 
 def test_a_tier_known_to_be_slow_is_passed_over_by_who_is_in_a_hurry(world: World) -> None:
     async def work() -> None:
-        world.dispatch._backends["small"].pace.observe(1.0, 2.0, 10)
-        hurried = rt(await world.ask("easy", **{"x-deadline-ms": "1500"}))
+        world.dispatch._backends["small"].paces["simple"].observe(1.0, 2.0, 10)
+        hurried = rt(await world.ask("easy", max_tokens=10, **{"x-deadline-ms": "1500"}))
         assert hurried["tier"] == "expert"
         assert hurried["reason"] == "likely to suffice (1.00); simple is cheaper, but not expected to be in time"
         assert rt(await world.ask("easy"))["tier"] == "simple"
-        world.dispatch._backends["large"].pace.observe(9.0, 9.5, 10)
-        world.dispatch._backends["small"].pace.observe(9.0, 9.5, 10)
+        world.dispatch._backends["large"].paces["expert"].observe(9.0, 9.5, 10)
+        world.dispatch._backends["small"].paces["simple"].observe(9.0, 9.5, 10)
         late = error_of(await world.ask("easy", **{"x-deadline-ms": "200"}))
         assert isinstance(late, OverloadedError) and "the deadline cannot be met" in late.message
 
@@ -656,13 +657,33 @@ def test_who_has_no_time_to_be_judged_is_not(world: World) -> None:
     world.classifier.delay_s = 0.2
 
     async def work() -> None:
-        for name in ("small", "large"):
-            world.dispatch._backends[name].pace.observe(0.1, 0.12, 5)
+        for model, tier in (("small", "simple"), ("large", "expert")):
+            for _ in range(10):
+                world.dispatch._backends[model].paces[tier].observe(0.1, 0.12, 5)
         found = rt(await world.ask("easy", **{"x-deadline-ms": "250"}))
         assert "did not judge it in time" in found["reason"]
         started_s = time.monotonic()
         late = error_of(await world.ask("easy", **{"x-deadline-ms": "80"}))
         assert isinstance(late, OverloadedError) and time.monotonic() - started_s < 0.08  # at once, not when it is late
+
+    asyncio.run(work())
+
+
+def test_a_long_answer_of_one_tier_refuses_nobody_at_another(make_world: MakeWorld) -> None:
+    tiers = [make_tier("simple", "small"), make_tier("complex", "small"), TWO[1]]
+    world = make_world(tiers)
+
+    async def work() -> None:
+        await world.ask("easy", model="complex")
+        long = world.dispatch._backends["small"]
+        for pace in (long.paces["complex"], long.queue and long.queue.pace):
+            assert pace is not None
+            for _ in range(30):
+                pace.observe(0.02, 3.02, 301)
+        late = error_of(await world.ask("easy", model="complex", **{"x-deadline-ms": "1500"}))
+        assert "the answer alone is expected to take" in late.message and late.headers["retry-after"] == "30"
+        assert rt(await world.ask("easy", model="simple", **{"x-deadline-ms": "1500"}))["tier"] == "simple"
+        assert rt(await world.ask("easy", **{"x-deadline-ms": "1500"}))["tier"] == "simple"
 
     asyncio.run(work())
 
@@ -900,7 +921,7 @@ def test_an_api_known_to_be_too_slow_is_not_asked(make_world: MakeWorld, cloud: 
 
     pinned, patient, elsewhere = asyncio.run(work())
     assert isinstance(pinned, OverloadedError) and pinned.status == 503
-    assert "the deadline cannot be met" in pinned.message and pinned.headers == {"retry-after": "1"}
+    assert "the deadline cannot be met" in pinned.message and pinned.headers == {"retry-after": "30"}
     assert (patient["tier"], elsewhere["tier"], len(cloud.got)) == ("expert", "simple", 2)
 
 
@@ -947,3 +968,55 @@ def test_an_engine_that_fails_falls_to_the_api(make_world: MakeWorld, cloud: Fak
 
     sink = asyncio.run(work())
     assert (sink.text, rt(sink)["tier"], rt(sink)["input_tokens"]) == ("from afar", "expert", 11)
+
+
+def test_an_api_that_is_silent_for_one_and_streams_for_another_is_not_out(
+    make_world: MakeWorld, cloud: FakeCloud
+) -> None:
+    tier = cloud_tier(cloud.url)
+
+    async def work() -> tuple[RecordingSink, ApiError, str]:
+        client = HttpCloudClient([tier], {})
+        world = make_world([TWO[0], tier], cloud=client)
+        cloud.reply = Reply([*itertools.chain.from_iterable((delta("a"), 0.1) for _ in range(8)), *answer("b")])
+        streaming = asyncio.create_task(world.ask("hard", model="expert", stream=True))
+        while not cloud.got:
+            await asyncio.sleep(0.001)
+        cloud.reply = Reply([], end="hang")
+        error = error_of(await world.ask("hard too", model="expert"))
+        state = world.dispatch.breaker_states()["expert"]
+        sink = await streaming
+        await client.close()
+        return sink, error, state
+
+    sink, error, state = asyncio.run(work())
+    assert isinstance(error, CloudTimeoutError) and (state, sink.text) == ("closed", "a" * 8 + "b")
+
+
+@pytest.mark.parametrize("channel", ["content", "reasoning_content"])
+def test_the_first_token_of_a_probe_brings_an_api_back(make_world: MakeWorld, cloud: FakeCloud, channel: str) -> None:
+    tier = cloud_tier(cloud.url)
+
+    async def work() -> tuple[str, str, RecordingSink]:
+        client = HttpCloudClient([tier], {})
+        world = make_world([TWO[0], tier], cloud=client, open_s=0.05)
+        cloud.reply = Reply([], end="hang")
+        await world.ask("hard", model="expert")
+        before = world.dispatch.breaker_states()["expert"]
+        while world.dispatch.breaker_states()["expert"] == "open":
+            await asyncio.sleep(0.01)
+        cloud.reply = Reply([delta(**{channel: "a"}), 30.0])  # the probe is never done
+        call, _ = world.call("hard", model="expert", stream=True)
+        probing = asyncio.create_task(world.pipeline.run(call))
+        while world.dispatch.breaker_states()["expert"] != "closed":
+            await asyncio.sleep(0.001)
+        cloud.reply = Reply(answer("from", " afar"))
+        other = await world.ask("hard", model="expert")
+        is_probing = not probing.done()
+        await call.cancel()
+        await probing
+        await client.close()
+        return before, "probing" if is_probing else "done", other
+
+    before, probe, other = asyncio.run(asyncio.wait_for(work(), 10))
+    assert (before, probe, other.text) == ("open", "probing", "from afar")
