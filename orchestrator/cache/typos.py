@@ -176,8 +176,10 @@ def _is_known(word: str, lexicon: Lexicon) -> bool:
         return True  # "whens": an apostrophe is missing
     if lexicon.language != "en":
         return False
-    # "doees" is no form of "doe": only these endings take "es".
-    inflected = word in lexicon.irregular or not word.endswith("es") or word.endswith(_ES) or word[:-1] in lexicon.words
+    # "doees" is no form of "doe": only these endings take "es"; and "doess" none of "does".
+    inflected = word in lexicon.irregular or (
+        not word.endswith("ss") and (not word.endswith("es") or word.endswith(_ES) or word[:-1] in lexicon.words)
+    )
     return lexicon.word(word).usage != "unknown" or (inflected and lexicon.bases(word) != {word})
 
 
@@ -213,7 +215,8 @@ def is_typo(wrong: str, right: str, lexicon: Lexicon, *, is_first: bool = False)
             return True
         return shorter >= 6 and lowered.translate(_SOUNDS) == right.translate(_SOUNDS)
     usages = {lexicon.word(base).usage for base in lexicon.bases(right)}
-    if usages & {"verb", "common", "rare"} and (is_first or not wrong[0].isupper()):
+    is_word = usages & {"verb", "common", "rare"} or (usages == {"unknown"} and _is_known(right, lexicon))  # "everyone"
+    if is_word and (is_first or not wrong[0].isupper()):
         return is_slip if shorter <= 3 else distance <= (2 if max(len(lowered), len(right)) >= 7 else 1)
     if "name" in usages and wrong == lowered and len(right) > len(lowered):
         return is_slip and shorter >= 4  # "japn"; but "malik" is not "mali", nor "Sara" "Sarah"
