@@ -172,14 +172,12 @@ def _doubt(word: str, *, is_first: bool, lexicon: Lexicon) -> Literal["none", "s
 def _is_known(word: str, lexicon: Lexicon) -> bool:
     if (word,) in lexicon.groups or word in _little_words(lexicon) or word in lexicon.polite:
         return True
-    if lexicon.language == "en" and word.removesuffix("s") in _ASKING:
-        return True  # "whens": an apostrophe is missing
+    if lexicon.language == "en" and word.removesuffix("s") in _ASKING and not word.endswith("ss"):
+        return True  # "whens": an apostrophe is missing; "doess" is none
     if lexicon.language != "en":
         return False
-    # "doees" is no form of "doe": only these endings take "es"; and "doess" none of "does".
-    inflected = word in lexicon.irregular or (
-        not word.endswith("ss") and (not word.endswith("es") or word.endswith(_ES) or word[:-1] in lexicon.words)
-    )
+    # "doees" is no form of "doe": only these endings take "es".
+    inflected = word in lexicon.irregular or not word.endswith("es") or word.endswith(_ES) or word[:-1] in lexicon.words
     return lexicon.word(word).usage != "unknown" or (inflected and lexicon.bases(word) != {word})
 
 
