@@ -172,8 +172,8 @@ def _doubt(word: str, *, is_first: bool, lexicon: Lexicon) -> Literal["none", "s
 def _is_known(word: str, lexicon: Lexicon) -> bool:
     if (word,) in lexicon.groups or word in _little_words(lexicon) or word in lexicon.polite:
         return True
-    if lexicon.language == "en" and word.removesuffix("s") in _ASKING:
-        return True  # "whens": an apostrophe is missing
+    if lexicon.language == "en" and word.removesuffix("s") in _ASKING and not word.endswith("ss"):
+        return True  # "whens": an apostrophe is missing; "doess" is none
     if lexicon.language != "en":
         return False
     # "doees" is no form of "doe": only these endings take "es".
@@ -213,7 +213,8 @@ def is_typo(wrong: str, right: str, lexicon: Lexicon, *, is_first: bool = False)
             return True
         return shorter >= 6 and lowered.translate(_SOUNDS) == right.translate(_SOUNDS)
     usages = {lexicon.word(base).usage for base in lexicon.bases(right)}
-    if usages & {"verb", "common", "rare"} and (is_first or not wrong[0].isupper()):
+    is_word = usages & {"verb", "common", "rare"} or (usages == {"unknown"} and _is_known(right, lexicon))  # "everyone"
+    if is_word and (is_first or not wrong[0].isupper()):
         return is_slip if shorter <= 3 else distance <= (2 if max(len(lowered), len(right)) >= 7 else 1)
     if "name" in usages and wrong == lowered and len(right) > len(lowered):
         return is_slip and shorter >= 4  # "japn"; but "malik" is not "mali", nor "Sara" "Sarah"

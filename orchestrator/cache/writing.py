@@ -23,8 +23,8 @@ _MARK = re.compile(r"(?<!\S)[?!.:;,](?=\s+\w)")
 _ENDS = re.compile(r"[?!]+|\.+")
 # An operation: in a text with one, brackets say what is done first.
 _OPERATION = re.compile(
-    r"[\w)] ?[-+*/×÷^%=<>&|]+ ?[\w(]|[\d)] (?:plus|minus|times|divided|mal|geteilt|fois|divisé|por|más|menos|moins)\b"
-    r"|\b(?:not|and|or|xor) \("
+    r"[\w)] ?[+*×÷^%=<>&|]+ ?[\w(]|[\d)] ?[-/] ?[\d(]|[\w)] [-/] [\w(]"
+    r"|[\d)] (?:plus|minus|times|divided|mal|geteilt|fois|divisé|por|más|menos|moins)\b|\b(?:not|and|or|xor) \("
 )
 _AROUND = ' .?"“”„«»`'
 _BEFORE, _AFTER = "¿¡'\"`“”‘’«»", ".,;:!?'\"`“”‘’«»…"
@@ -128,7 +128,7 @@ def look_at(text: str) -> Writing:
         ),
         tuple(_MARK.findall(text)),
         tuple(_QUOTED.findall(text)),
-        (*_ORDER.findall(text), *([text] if _ABOUT_WORDS.search(text) else [])),
+        (*_ORDER.findall(text), *([text[:1].lower() + text[1:]] if _ABOUT_WORDS.search(text) else [])),
         tuple(_MEASURE.findall(text)),
         words,
         frozenset(word for word in words if word.islower()),

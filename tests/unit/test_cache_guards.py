@@ -218,11 +218,44 @@ def test_accepted(cached: str, asked: str) -> None:
         ("How do I install MySQL?", "how do i install mysql", "How do I install SQL?"),
         ("How do I convert miles?", "how do i covert miles", "how do i cover miles"),
         ("Is it time to go?", "is it time too go", "is it time two go"),
+        ("Recommend a good book.", "Reccomend a good book.", "Recount a good book."),
+        ("Is it safe if it didn't open?", "is it safe if it didnt opne", "is it safe if it did open"),
+        ("What does everyone eat?", "what doess evreyone eat", "what does anyone eat"),
+        ("Who found the Pythagorean theorem?", "who found the pythagorian theorem", "who found the Ptolemaic theorem"),
+        ("How do I make macarons?", "how do i make macarons", "How do I make macaroons?"),
+        # what changes places across clauses, and clauses that do
+        (
+            "What time is it in Oslo when it is 9 am in Rome?",
+            "When it is 9 am in Rome, what time is it in Oslo?",
+            "What time is it in Rome when it is 9 am in Oslo?",
+        ),
+        (
+            "We have an old dog, and on Saturday we pick up a bird. How should we introduce them?",
+            "Hi! We have an old dog, and on Saturday we pick up a bird. How do we introduce them?",
+            "We have an old bird, and on Saturday we pick up a dog. How should we introduce them?",
+        ),
+        ("How much does a dog eat?", "how much do dogs eat", "How much does a puppy eat?"),
+        # openers, and what one thinks
+        ("How do magnets work?", "Alright, how do magnets work?", "How do you work?"),
+        ("How do magnets work?", "Ok, one more thing: how do magnets work?", "How do two more magnets work?"),
+        ("What is a fair price?", "Hmm, what would you say is a fair price?", "What did you say is a fair price?"),
+        # the same with "no", with "should", about a word
+        ("Why are there no penguins?", "Why aren't there any penguins?", "Why are there penguins?"),
+        ("Why doesn't bread rise?", "Why does bread not rise?", "Why does bread rise?"),
+        ("How do I store basil?", "How should I store basil?", "Should I store basil?"),
+        ("How should I feel?", "how should i feel", "How do I feel?"),
+        ('What does "pro rata" mean in an ad?', 'Tell me what "pro rata" means in an ad.', "What does an ad mean?"),
+        ("When was Einstein born?", "What is Einstein's date of birth?", "Where was Einstein born?"),
+        # everyday words
+        ("What is the biggest desert on Earth?", "the largest desert in the world", "the largest desert in Asia"),
+        ("Is tea bad for your stomach?", "Is tea harmful to the stomach?", "Is tea good for your stomach?"),
+        ("How do I thaw chicken?", "How do I defrost chicken?", "How do I freeze chicken?"),
         # other languages
         ("¿Cuántos habitantes tiene México?", "la población de México", "la superficie de México"),
         ("¿Cómo cambio mi contraseña?", "como canbio mi contrasena", "cómo quito mi contraseña"),
         ("Wie viele Einwohner hat Berlin?", "Einwohnerzahl von Berlin", "Einwohnerzahl von Hamburg"),
         ("Combien mesure la tour Eiffel ?", "hauteur de la tour Eiffel", "Quel âge a la tour Eiffel ?"),
+        ("Wie bekomme ich Kaugummi weg?", "Wie bekome ich Kaugumi weg?", "Wie bekomme ich Kaugummi?"),
         ("上海有多少人口？", "上海的人口是多少？", "北京的人口是多少？"),
     ],
 )

@@ -60,6 +60,16 @@ from orchestrator.cache.writing import rejecting_writing
         ("Comment pêcher en mer ?", "Comment pécher en mer ?", "words"),
         ("Est-il légal de filmer la police ?", "Est-il illégal de filmer la police ?", "words"),
         ("Où est la tour ?", "Où est le tour ?", "name"),
+        ("What is 2 + 3 * 4?", "What is (2 + 3) * 4?", "identifier"),
+        ("Was ist 2 mal (3 plus 4)?", "Was ist (2 mal 3) plus 4?", "identifier"),
+        ("Is not (True and False) true?", "Is not True and False true?", "identifier"),
+        ("Was macht der Operator ?? in C#?", "Was macht der Operator ?. in C#?", "identifier"),
+        ("Que fait le signe ?? dans le code ?", "Que fait le signe ?: dans le code ?", "identifier"),
+        ("C#里的 ?? 是什么意思?", "C#里的 ?. 是什么意思?", "identifier"),
+        ("What does a?.b mean?", "What does a??b mean?", "identifier"),
+        ("What does ; mean in bash?", "What does : mean in bash?", "identifier"),
+        ("IS 5 MW OF POWER ENOUGH?", "Is 5 mW of power enough?", "identifier"),
+        ("WHAT DOES LS -R DO HERE?", "what does ls -r do here?", "identifier"),
     ],
 )
 def test_what_is_written_otherwise_is_asked_otherwise(cached: str, asked: str, guard: str) -> None:
@@ -81,6 +91,12 @@ def test_what_is_written_otherwise_is_asked_otherwise(cached: str, asked: str, g
         ("¿Cómo reservo un hotel en Málaga?", "como reservo un hotel en malaga"),
         ("Wie öffne ich ein Konto?", "wie offne ich ein konto"),
         ("Comment réparer une fenêtre ?", "comment reparer une fenetre"),
+        ("How tall is Mount Kilimanjaro?", "HOW TALL IS MOUNT KILIMANJARO"),
+        ("What is a CPU (in short words)?", "What is a CPU, in short words?"),
+        ("How do I pay??", "How do I pay?!"),
+        ("How do I find a part-time job (in Rome)?", "How do I find a part-time job in Rome?"),
+        ("Comment payer par carte ??", "comment payer par carte ?"),
+        ("What is the plural of octopus?", "what is the plural of 'octopus'?"),
     ],
 )
 def test_how_people_write_the_same(cached: str, asked: str) -> None:
