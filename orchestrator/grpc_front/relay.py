@@ -334,8 +334,8 @@ def _keep(task: asyncio.Task[T]) -> asyncio.Task[T]:
 
 def _let_go(task: asyncio.Task[Any]) -> None:
     _kept.discard(task)
-    # Seen: whoever waited for it got it, and nobody else wants it. Of a task that was cancelled that drops the traceback,
-    # whose frames would keep the RPC, and what waits for its caller, until the next garbage collection.
+    # Seen: whoever waited for it got it, and nobody else wants it. Of a task that was cancelled that drops the
+    # traceback, whose frames would keep the RPC, and what waits for its caller, until the next garbage collection.
     with suppress(asyncio.CancelledError):
         task.exception()
 
