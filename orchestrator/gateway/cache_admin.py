@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 from orchestrator.contracts import CACHE_OPERATION_PARAMETER
 from orchestrator.errors import ApiError, EngineError
 from orchestrator.gateway.errors import NotLocalError
-from orchestrator.gateway.messages import ClientLeft, forwarded_headers, read_json_body, send_error, send_json
+from orchestrator.gateway.messages import ClientLeft, forwarded_headers, send_error, send_json
+from orchestrator.gateway.places import json_body
 from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.replicas import Replica
 
@@ -33,8 +34,8 @@ class CacheOperation:
         try:
             _check_local(scope)
             await self._triton.check("cache", forwarded_headers(scope))
-            body = await read_json_body(scope, receive)
-            answer = await (self._mark_wrong(body) if self._operation == "wrong" else self._invalidate(body))
+            async with json_body(scope, receive, self._triton) as body:
+                answer = await (self._mark_wrong(body) if self._operation == "wrong" else self._invalidate(body))
         except ClientLeft:
             return
         except ApiError as error:

@@ -15,11 +15,11 @@ from orchestrator.gateway.messages import (
     encode_error,
     encode_headers,
     forwarded_headers,
-    read_json_body,
     send_error,
     send_json,
 )
 from orchestrator.gateway.metrics import count_stream_begun, count_stream_ended
+from orchestrator.gateway.places import json_body
 from orchestrator.gateway.triton_client import EventStream, TritonClient
 from orchestrator.request import Kind, glance
 
@@ -41,18 +41,19 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_s = time.monotonic()
         try:
-            body = await read_json_body(scope, receive)
-            stream, fields = glance(body, self._kind)
-            if stream and scope["http_version"] == "1.0":
-                raise InvalidRequestError("stream: needs HTTP/1.1, which can say where a stream ends", param="stream")
+            async with json_body(scope, receive, self._triton) as body:
+                stream, fields = glance(body, self._kind)
+                if stream and scope["http_version"] == "1.0":
+                    raise InvalidRequestError(
+                        "stream: needs HTTP/1.1, which can say where a stream ends", param="stream"
+                    )
+                events = self._triton.open(body, forwarded_headers(scope), fields)
+                async with attended(receive, events.cancel):  # whose end then ends the relay
+                    await (_relay_stream(events, send, started_s) if stream else _relay_answer(events, send))
         except ClientLeft:
             return
         except ApiError as error:
             await send_error(send, error)
-            return
-        events = self._triton.open(body, forwarded_headers(scope), fields)
-        async with attended(receive, events.cancel):  # whose end then ends the relay
-            await (_relay_stream(events, send, started_s) if stream else _relay_answer(events, send))
 
 
 async def _relay_answer(events: EventStream, send: Send) -> None:

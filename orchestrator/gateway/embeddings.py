@@ -13,11 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from orchestrator.config import Embedder
 from orchestrator.contracts import EMBEDDING_MODEL
-from orchestrator.embedding.request import Input, parse_embedding_request
+from orchestrator.embedding.request import EmbeddingRequest, Input, parse_embedding_request
 from orchestrator.embedding.window import choose_length, most_tokens, pad
 from orchestrator.errors import ApiError, InvalidRequestError
-from orchestrator.gateway.messages import attended, forwarded_headers, read_json_body
-from orchestrator.gateway.places import Answer, send_answer
+from orchestrator.gateway.messages import attended, forwarded_headers
+from orchestrator.gateway.places import Answer, json_body, send_answer
 from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.limits.client import Place
 
@@ -45,7 +45,13 @@ class Embeddings:
         await send_answer(send, place, self._answer(scope, receive, place))
 
     async def _answer(self, scope: Scope, receive: Receive, place: Place) -> Answer:
-        request, inputs = parse_embedding_request(await read_json_body(scope, receive), self._embedder)
+        async with json_body(scope, receive, self._triton) as body:
+            request, inputs = parse_embedding_request(body, self._embedder)
+            return await self._embed_inputs(request, inputs, scope, receive, place)
+
+    async def _embed_inputs(
+        self, request: EmbeddingRequest, inputs: list[Input], scope: Scope, receive: Receive, place: Place
+    ) -> Answer:
         is_list = isinstance(request.input, list) and not isinstance(request.input[0], int)
         lengths = [most_tokens(given) for given in inputs]
         async with attended(receive, place.cancel):

@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 from orchestrator.contracts import FORWARDED_HEADERS, LIST_HEADERS
 from orchestrator.errors import ApiError, RequestTooLargeError, UnauthorizedError, shorten
 from orchestrator.gateway.errors import UnsupportedMediaTypeError
-from orchestrator.request import MAX_REQUEST_BYTES
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -37,16 +36,6 @@ def forwarded_headers(scope: Scope) -> list[tuple[str, str]]:
 
 class ClientLeft(Exception):
     """The HTTP client is gone; nobody reads what we would send."""
-
-
-async def read_json_body(scope: Scope, receive: Receive) -> bytes:
-    """The whole body, unparsed.
-
-    Raises `UnsupportedMediaTypeError` when it is not declared as JSON, and what `read_body` raises.
-    """
-    if (content_type := dict(scope["headers"]).get(b"content-type", b"")) != JSON:
-        _check_media_type(content_type)
-    return await read_body(scope, receive, MAX_REQUEST_BYTES)
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
@@ -93,8 +82,13 @@ async def attended(receive: Receive, cancel: Callable[[], Awaitable[None]]) -> A
         waiting.cancel()
 
 
-def _check_media_type(content_type: bytes) -> None:
-    """JSON is UTF-8 (RFC 8259, section 8.1). A web page cannot send this type across origins without asking first."""
+def check_json(scope: Scope) -> None:
+    """Raises `UnsupportedMediaTypeError` for a body that is not declared as JSON.
+
+    JSON is UTF-8 (RFC 8259, section 8.1). A web page cannot send this type across origins without asking first.
+    """
+    if (content_type := dict(scope["headers"]).get(b"content-type", b"")) == JSON:
+        return
     media_type, *parameters = (part.strip().lower() for part in content_type.split(b";"))
     charsets = [
         value.strip(b'"') for name, _, value in (part.partition(b"=") for part in parameters) if name == b"charset"

@@ -1,4 +1,4 @@
-"""What the routes have in common whose requests do not pass the orchestrator: a place, an answer, room for a file."""
+"""What the routes have in common: room for bodies, and for requests that do not pass the orchestrator a place."""
 
 from __future__ import annotations
 
@@ -8,9 +8,26 @@ from typing import Any, NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.errors import ApiError, CancelledError, OverloadedError
-from orchestrator.gateway.messages import JSON, ClientLeft, encode_headers, read_body, send_body, send_error
+from orchestrator.errors import ApiError, CancelledError, InvalidRequestError, OverloadedError
+from orchestrator.gateway.messages import (
+    JSON,
+    ClientLeft,
+    check_json,
+    encode_headers,
+    forwarded_headers,
+    read_body,
+    send_body,
+    send_error,
+)
+from orchestrator.gateway.triton_client import TritonClient
 from orchestrator.limits.client import Place
+from orchestrator.request import MAX_REQUEST_BYTES
+
+# Bodies of JSON up to here are read at once, which costs a connection hardly more than its head. Larger ones need room,
+# of which all together have this, and a key where there are keys.
+SMALL_BODY_BYTES = 16 << 10
+NUM_JSON_BODIES = 256  # of the largest size
+_ANY_RIGHT = "models"  # which every key has
 
 
 class Answer(NamedTuple):
@@ -34,7 +51,7 @@ async def send_answer(send: Send, place: Place, work: Coroutine[Any, Any, Answer
 
 
 class Room:
-    """For bodies that hold files, of one route: each of up to `max_body_bytes`, `num_bodies` of that size in all."""
+    """For bodies, each of up to `max_body_bytes`, `num_bodies` of that size in all."""
 
     def __init__(self, max_body_bytes: int, num_bodies: int) -> None:
         self.num_held_bytes = 0
@@ -45,18 +62,45 @@ class Room:
     async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
         """The body, which counts until the block ends. Raises `OverloadedError` before it is read, and as `read_body`.
 
-        Without a length, or with one that is refused, it counts as the longest.
+        Without a length, or with one that is refused, it counts as the longest until it is there.
         """
         length = int(dict(scope["headers"]).get(b"content-length", self._max_body_bytes))
         num_bytes = min(length, self._max_body_bytes)
         if self.num_held_bytes + num_bytes > self._max_held_bytes:
             raise OverloadedError(
-                f"files of {self.num_held_bytes} bytes wait or are read here, and {self._max_held_bytes} is the "
-                "limit; try again later",
+                f"bodies of {self.num_held_bytes} bytes are held here, and {self._max_held_bytes} is the limit; "
+                "try again later",
                 headers={"retry-after": "1"},
             )
         self.num_held_bytes += num_bytes
         try:
-            yield await read_body(scope, receive, self._max_body_bytes)
+            body = await read_body(scope, receive, self._max_body_bytes)
+            self.num_held_bytes += len(body) - num_bytes
+            num_bytes = len(body)
+            yield body
         finally:
             self.num_held_bytes -= num_bytes
+
+
+_json_room = Room(MAX_REQUEST_BYTES, NUM_JSON_BODIES)
+
+
+@asynccontextmanager
+async def json_body(scope: Scope, receive: Receive, triton: TritonClient) -> AsyncIterator[bytes]:
+    """The body of a request, unparsed; what is wrong with it the block raises.
+
+    Raises `UnsupportedMediaTypeError` when it is not declared as JSON; where there are keys, what refuses a caller
+    without one, before a large body is read and in the place of what the block raises; and as `Room.read`.
+    """
+    check_json(scope)
+    length = int(dict(scope["headers"]).get(b"content-length", MAX_REQUEST_BYTES))
+    try:
+        if length <= SMALL_BODY_BYTES:
+            yield await read_body(scope, receive, MAX_REQUEST_BYTES)
+            return
+        await triton.check(_ANY_RIGHT, forwarded_headers(scope))
+        async with _json_room.read(scope, receive) as body:
+            yield body
+    except InvalidRequestError:
+        await triton.check(_ANY_RIGHT, forwarded_headers(scope))
+        raise

@@ -23,6 +23,7 @@ from orchestrator.gateway.ocr import OCR_PATH
 from orchestrator.gateway.request_id import REQUEST_ID_HEADER, choose_request_id
 from orchestrator.gateway.transcriptions import MAX_BODY_BYTES as MAX_SOUND_BODY_BYTES
 from orchestrator.gateway.transcriptions import TRANSCRIPTIONS_PATH
+from orchestrator.unread import Unread
 
 # Routes whose body is a file, or a form with one, and its most bytes.
 _FILE_BODY_BYTES = {OCR_PATH: MAX_IMAGE_BODY_BYTES, TRANSCRIPTIONS_PATH: MAX_SOUND_BODY_BYTES}
@@ -108,6 +109,7 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        _unread.forget(self)
         for timer in (self._read_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
@@ -244,9 +246,12 @@ class Protocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._bound_writing()
+        # All that there will be: from now on `send` waits.
+        _unread.add(self, self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        _unread.forget(self)
         if self._write_timer is not None and not self.transport.is_closing():
             self._write_timer.cancel()
             self._write_timer = None
@@ -307,3 +312,14 @@ class Protocol(HttpToolsProtocol):
         self._num_discarded += num_bytes
         if self._num_discarded > self.limits.discarded_bytes:
             self.transport.abort()
+
+
+def _address_of(connection: Protocol) -> str:
+    return connection.client[0] if connection.client is not None else ""
+
+
+def _cut(connection: Protocol) -> None:
+    connection.loop.call_soon(connection.transport.abort)  # it may be in the midst of a write
+
+
+_unread = Unread(_address_of, _cut)

@@ -18,9 +18,9 @@ from orchestrator.gateway.messages import (
     attended,
     encode_headers,
     forwarded_headers,
-    read_json_body,
     send_error,
 )
+from orchestrator.gateway.places import json_body
 from orchestrator.gateway.triton_client import Sound, TritonClient
 from orchestrator.limits.client import Place
 from orchestrator.voice.request import SpeechRequest, parse_speech_request
@@ -48,7 +48,8 @@ class Speaking:
             await send(message)
 
         try:
-            request = parse_speech_request(await read_json_body(scope, receive), self._speaker)
+            async with json_body(scope, receive, self._triton) as body:
+                request = parse_speech_request(body, self._speaker)
             async with attended(receive, place.cancel):
                 await self._triton.serve(
                     place, TTS_MODEL, (), forwarded_headers(scope), partial(self._speak, request, place, send_noted)

@@ -21,6 +21,8 @@ import grpc
 from grpc import aio
 from grpc._cython import cygrpc
 
+from orchestrator.unread import Unread
+
 log = logging.getLogger("orchestrator.grpc_front")
 
 # From the headers to the whole first message, as over HTTP (`gateway.protocol`).
@@ -30,8 +32,7 @@ IDLE_TIMEOUT_S = 600.0
 # How long a status may wait until the caller takes what comes before it; the short one is of callers who must go.
 STATUS_TIMEOUT_S = 30.0
 _SHORT_STATUS_TIMEOUT_S = 1.0
-# Of all messages that callers have not taken yet. One below the usual window of a stream is not counted.
-MAX_UNREAD_BYTES = 256 << 20
+# A message below the usual window of a stream is not counted as unread, unless it waits behind another one.
 _SMALL_BYTES = 64 << 10
 
 Handler = Callable[["Call"], Awaitable[None]]
@@ -92,31 +93,10 @@ class Places:
         return False
 
 
-class Unread:
-    """The large messages that callers have not taken yet, in order of age; together at most `MAX_UNREAD_BYTES`."""
-
-    def __init__(self) -> None:
-        self._num_bytes: dict[Call, int] = {}
-
-    def add(self, call: Call, num_bytes: int) -> None:
-        self._num_bytes[call] = num_bytes
-        while sum(self._num_bytes.values()) > MAX_UNREAD_BYTES:
-            peers: Counter[str] = Counter()
-            for each, size in self._num_bytes.items():
-                peers[each.peer] += size
-            ((peer, _),) = peers.most_common(1)
-            oldest = next(each for each in self._num_bytes if each.peer == peer)
-            del self._num_bytes[oldest]
-            oldest.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the answer was not read, and others need its memory")
-
-    def remove(self, call: Call) -> None:
-        self._num_bytes.pop(call, None)
-
-
 class Call:
     """One RPC, and all that a handler needs of it. `state` is gRPC's, which ends with its last reference."""
 
-    def __init__(self, state: Any, places: Places, unread: Unread) -> None:
+    def __init__(self, state: Any, places: Places, unread: Unread[Call]) -> None:
         self._loop = asyncio.get_running_loop()
         self._state = state
         self._context = cygrpc._ServicerContext(state, None, None, self._loop)
@@ -146,7 +126,14 @@ class Call:
             return
         self._unread.add(self, len(data))
         await self._context.write(data)
-        self._unread.remove(self)  # of a write that is cancelled gRPC keeps the bytes, until the RPC is over
+        self._unread.remove(self, len(data))  # of one that is cancelled gRPC keeps the bytes, until the RPC is over
+
+    def keep(self, num_bytes: int) -> None:
+        """So much waits for a caller who does not take what comes before it, until `let_go`."""
+        self._unread.add(self, num_bytes)
+
+    def let_go(self, num_bytes: int) -> None:
+        self._unread.remove(self, num_bytes)
 
     async def abort(self, code: grpc.StatusCode, text: str, trailers: tuple[tuple[str, str], ...] = ()) -> NoReturn:
         """Tell the caller, who may still have to take what comes before; raises what ends the handler."""
@@ -188,7 +175,7 @@ class Call:
             closed.cancel()
             await asyncio.wait((closed, self._work))
             self._places.leave(self)
-            self._unread.remove(self)
+            self._unread.forget(self)
             self._stop_timer()
 
     async def _answer(self, handler: Handler) -> bool:
@@ -236,6 +223,10 @@ class Call:
             self._timer = None
 
 
+def _end_unread(call: Call) -> None:
+    call.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the answer was not read, and others need its memory")
+
+
 async def _wait_until_closed(state: Any, loop: asyncio.AbstractEventLoop) -> None:
     """Until the RPC is over: its caller has left, or has his status."""
     await cygrpc.execute_batch(state, (cygrpc.ReceiveCloseOnServerOperation(0),), loop)
@@ -259,7 +250,7 @@ class Server(cygrpc.AioServer):  # type: ignore[misc]
         self.add_registered_method_handlers(dict.fromkeys(methods))
         self._methods = {path.encode(): method for path, method in methods.items()}
         self._unknown = unknown
-        self._unread = Unread()
+        self._unread: Unread[Call] = Unread(lambda call: call.peer, _end_unread)
         self._running: set[asyncio.Task[None]] = set()
 
     async def _request_registered_call(self, path: bytes) -> Any:

@@ -36,6 +36,8 @@ log = logging.getLogger("orchestrator.grpc_front")
 
 # Requests that one stream may have running. A caller with more opens more streams.
 MAX_LIVE_PER_STREAM = 64
+# Of responses that wait on a stream until the one before them is taken; with more it takes no further request.
+MAX_WAITING_BYTES = 1 << 20
 # How long a caller may leave a response unread, as over HTTP (`gateway.protocol`). Until then one waits here, and in
 # the orchestrator what it keeps for a slow reader.
 WRITE_TIMEOUT_S = 30.0
@@ -186,7 +188,8 @@ class StreamRelay:
     """One `ModelStreamInfer` of a caller: any number of requests, answered side by side.
 
     Each has a stream of its own to Triton, so each can be ended alone. A response is read from Triton when the one
-    before it was taken by the caller's connection: a caller that does not read holds one response here.
+    before it was taken by the caller's connection: of each request that runs, a caller that does not read holds one
+    response here, which counts as unread.
     """
 
     def __init__(self, upstream: Upstream, call: Call) -> None:
@@ -194,8 +197,11 @@ class StreamRelay:
         self._call = call
         self._metadata = call.metadata
         self._live: dict[asyncio.Task[None], AnyResponses] = {}
-        self._writing = asyncio.Lock()
-        self._reader = asyncio.create_task(self._read_requests())
+        self._writing = asyncio.Lock()  # gRPC takes one message at a time
+        self._num_waiting_bytes = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._reader = _keep(asyncio.create_task(self._read_requests()))
         self._is_draining = False
         self._is_slow = False
         self._is_over = False
@@ -225,7 +231,7 @@ class StreamRelay:
         self._reader.cancel()
 
     async def _read_requests(self) -> None:
-        while (data := await self._call.read()) is not aio.EOF:
+        while await self._has_room.wait() and (data := await self._call.read()) is not aio.EOF:
             self._note_state()
             request_id = ""
             try:
@@ -264,7 +270,8 @@ class StreamRelay:
             self._reader.cancel()
 
     async def _write(self, response: Any) -> None:
-        async with self._writing:  # gRPC takes one message at a time
+        await self._take_turn(response)
+        try:
             if self._is_over:
                 return
             slowness = asyncio.get_running_loop().call_later(_SLOW_S, self._note_slowness)
@@ -277,6 +284,28 @@ class StreamRelay:
             if self._is_slow:
                 self._is_slow = False
                 self._note_state()
+        finally:
+            self._writing.release()
+
+    async def _take_turn(self, response: Any) -> None:
+        if not self._writing.locked():
+            await self._writing.acquire()
+            return
+        num_bytes = response.ByteSize()
+        self._wait(num_bytes)
+        self._call.keep(num_bytes)
+        try:
+            await self._writing.acquire()
+        finally:
+            self._call.let_go(num_bytes)
+            self._wait(-num_bytes)
+
+    def _wait(self, num_bytes: int) -> None:
+        self._num_waiting_bytes += num_bytes
+        if self._num_waiting_bytes > MAX_WAITING_BYTES:
+            self._has_room.clear()
+        else:
+            self._has_room.set()
 
     def _note_slowness(self) -> None:
         """The caller does not read: whatever runs for him, his place is the next to be had."""
@@ -305,8 +334,10 @@ def _keep(task: asyncio.Task[T]) -> asyncio.Task[T]:
 
 def _let_go(task: asyncio.Task[Any]) -> None:
     _kept.discard(task)
-    if not task.cancelled():
-        task.exception()  # seen: whoever waited for it got it, and nobody else wants it
+    # Seen: whoever waited for it got it, and nobody else wants it. Of a task that was cancelled that drops the
+    # traceback, whose frames would keep the RPC, and what waits for its caller, until the next garbage collection.
+    with suppress(asyncio.CancelledError):
+        task.exception()
 
 
 async def _cancel(responses: AnyResponses) -> None:

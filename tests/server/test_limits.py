@@ -88,6 +88,11 @@ def test_without_a_valid_key(stack: Stack, key: str | None) -> None:
         post(stack, key, messages=script(text="Hi"), stream=True),
         post(stack, key, "/v1/completions", prompt="Hi"),
         embed(stack, key, "Hi"),
+        post(stack, key),
+        post(stack, key, "/v1/completions"),
+        post(stack, key, "/v1/embeddings"),
+        post(stack, key, "/v1/audio/speech"),
+        post(stack, key, messages=script(text="Hi"), user="x" * 100_000),
         post(stack, key, "/v1/rt/cache/invalidate", everything=True),
         *(httpx.get(f"{stack.url}{path}", headers=headers) for path in ("/v1/models", "/v1/models/auto", "/metrics")),
     ]

@@ -20,6 +20,7 @@ from orchestrator.limits.ledger import Amount
 class FakeTriton:
     def __init__(self, beside: Beside) -> None:
         self._limits = beside.client
+        self.check = self._limits.check
         self.asked: list[str] = []
         self.leave = asyncio.Event()
 

@@ -17,6 +17,7 @@ import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.gateway.__main__ import SEND_BUFFER_BYTES
 from orchestrator.gateway.protocol import Limits, Protocol
 from orchestrator.gateway.web_socket import WebSocketProtocol
 
@@ -31,7 +32,7 @@ class SmallProtocol(Protocol):
 
 class App:
     """Reads a request's body and answers its length. /early answers before the body, /endless until the client left,
-    /gate when the test lets it."""
+    /large with 2 MiB, /gate when the test lets it."""
 
     def __init__(self) -> None:
         self.num_sent = 0
@@ -70,7 +71,7 @@ class App:
         while path == "/gate" and not self.gate.is_set():
             await asyncio.sleep(0.01)
         if path != "/endless":
-            body = str(num_bytes).encode()
+            body = bytes(2 << 20) if path == "/large" else str(num_bytes).encode()
             headers = [(b"content-length", str(len(body)).encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": body})
@@ -118,6 +119,10 @@ class Server:
         with self.connect() as connection:
             connection.sendall(raw)
             return read_all(connection)
+
+    def keep_little_in_the_kernel(self) -> None:
+        """As the gateway does."""
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
     def begin_to_stop(self) -> None:
         self._server.should_exit = True
@@ -421,6 +426,25 @@ def test_a_reader_that_does_not_read_is_left(server: Server) -> None:
         # 64 KiB in the transport; the rest is the kernel's, which gives a loopback socket up to 4 MiB and some.
         assert server.app.num_sent < 10 << 20
         wait_for(lambda: server.num_connections == 0)
+
+
+def test_whole_answers_that_nobody_reads_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest is cut; who reads gets his."""
+    monkeypatch.setattr("orchestrator.unread.MAX_UNREAD_BYTES", 5 << 20)
+    server = Server(Protocol)
+    server.keep_little_in_the_kernel()
+    try:
+        with ExitStack() as stack:
+            readers = [stack.enter_context(server.connect(receive_buffer=4096)) for _ in range(3)]
+            for reader in readers:
+                reader.sendall(head("/large", "Content-Length: 0", "Connection: close"))
+                assert reader.recv(9) == b"HTTP/1.1 "
+            wait_for(lambda: server.num_connections == 2)
+            assert len(read_all(readers[0])) < 2 << 20
+            assert all(len(read_all(reader)) > 2 << 20 for reader in readers[1:])
+            assert server.ask(head("/large", "Content-Length: 0", "Connection: close")).endswith(bytes(1000))
+    finally:
+        server.stop()
 
 
 def test_a_slow_reader_that_reads_is_served(server: Server) -> None:

@@ -57,6 +57,10 @@ class Stranger:
         self._flush()
         return number
 
+    def send(self, number: int, data: bytes) -> None:
+        self._http.send_data(number, data)
+        self._flush()
+
     def take(self, num_bytes: int, number: int) -> None:
         self._http.increment_flow_control_window(num_bytes)
         self._http.increment_flow_control_window(num_bytes, number)
@@ -230,7 +234,7 @@ def test_an_answer_that_is_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch, m
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
 def test_unread_answers_have_a_limit_together(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """The oldest of the address with most goes first."""
-    monkeypatch.setattr("orchestrator.grpc_front.calls.MAX_UNREAD_BYTES", 5 << 20)
+    monkeypatch.setattr("orchestrator.unread.MAX_UNREAD_BYTES", 5 << 20)
     monkeypatch.setattr("orchestrator.grpc_front.calls._SHORT_STATUS_TIMEOUT_S", 0.1)
 
     async def scenario() -> None:
@@ -250,6 +254,36 @@ def test_unread_answers_have_a_limit_together(monkeypatch: pytest.MonkeyPatch, m
             other.take(3 << 20, first)
             await wait_for(lambda: other.ends)
             assert other.ends == {first: ("0", "")} and other.num_bytes[first] > 2 << 20
+
+    asyncio.run(scenario())
+
+
+def test_answers_that_wait_behind_an_unread_one_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.unread.MAX_UNREAD_BYTES", 3 << 20)
+    monkeypatch.setattr("orchestrator.grpc_front.calls._SHORT_STATUS_TIMEOUT_S", 0.1)
+
+    async def scenario() -> None:
+        async with fronted(answer_of(2 << 20)) as (_, _, front), Stranger(front) as stranger:
+            number = stranger.call("ModelStreamInfer", 2 * frame(make()))
+            await wait_for(lambda: stranger.ends)
+            assert stranger.num_bytes[number] <= 65535
+            await wait_for(lambda: not front._relays)
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_takes_no_more_while_its_answers_are_not_read() -> None:
+    async def scenario() -> None:
+        async with fronted(answer_of(2 << 20)) as (fake, _, front), Stranger(front) as stranger:
+            number = stranger.call("ModelStreamInfer", 2 * frame(make()))
+            await wait_for(lambda: any(not relay._has_room.is_set() for relay in front._relays))
+            stranger.send(number, 5 * frame(make()))
+            await asyncio.sleep(0.2)
+            assert len(fake.requests) <= 3  # one was being waited for
+            for _ in range(7):
+                stranger.take(2 << 20, number)
+            stranger.take(1 << 20, number)
+            await wait_for(lambda: stranger.num_bytes[number] > 7 * (2 << 20))
 
     asyncio.run(scenario())
 

@@ -89,7 +89,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("grammars",),
     ("regexes",),
     ("schemas",),
-    ("config", "wire", "call", "files"),
+    ("config", "wire", "call", "files", "unread"),
     ("inference_key", "manifest", "redis_address", "instrumentation", "replica_set", "local_socket"),
     ("doctor",),
     ("streaming", "infer_streams", "readiness", "routing", "onnx_session", "vision"),
