@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from functools import partial
@@ -56,6 +57,7 @@ class Flight(Waited):
         self.answer: Answer | None = None
         self.gaps = TokenGaps()  # of what is generated
         self.is_timed = False  # the deadline of whoever it is made for may refuse it
+        self.oldest_s = math.inf  # a stored answer of another question may be as old as that
         self.payer: CallerOutput | None = None  # who pays for it: of those who heard its end, the first
         self._callers: dict[CallerOutput, asyncio.Future[None]] = {}
         self._num_sent = 0  # of `pieces`, to all callers

@@ -140,7 +140,8 @@ class Pipeline:
     async def operate(self, call: Call, operation: str) -> None:
         """An operator's order to the cache (`orchestrator.cache.operations`), to its only end."""
         try:
-            call.sink.send(await operate(self._cache, operation, call.body), final=True)
+            models = {tier.name: tier.model for tier in self._tiers}
+            call.sink.send(await operate(self._cache, operation, call.body, models), final=True)
         except ApiError as error:
             call.sink.fail(error)
         except Exception as error:
@@ -254,14 +255,18 @@ class Pipeline:
         must_hold = ride.key is not None and ride.key.hold_flagged
         # Of an API's prompt the size of the body is all that is known: whoever comes to pay has reserved by his own.
         size = len(ride.call.body) if any(tier.cloud is not None for tier in job.tiers) else 0
-        name = None if query.control.no_cache else (query.identity.exact_key, query.control, must_hold, size)
+        control = query.control
+        name = None if control.no_cache else (query.identity.exact_key, control.only_if_cached, must_hold, size)
         flight = self._flights.find(name)
+        if flight is not None and flight.oldest_s > control.oldest_s:
+            flight = None  # what it finds stored might be too old for this caller
         if flight is not None:
             ride.call.stages.enter("share")
         ride.output.cache = CacheFacts("miss") if flight is None else CacheFacts("exact", 1.0, 0.0, is_shared=True)
         if flight is None:
             flight = self._flights.start(name, make)
             flight.is_timed = job.ends_at_s is not None
+            flight.oldest_s = control.oldest_s
         return flight
 
     async def _make(self, ride: Ride, job: Job, query: Query | None, flight: Flight) -> None:

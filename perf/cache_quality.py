@@ -95,21 +95,27 @@ def cache_quality(pairs_path: Path, embedder: Embedder, errors: Path | None = No
 def read_pairs(path: Path) -> list[Pair]:
     """Raises `PerfError` naming the line that is wrong."""
     pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
         try:
             pairs.append(Pair.model_validate_json(line))
         except ValidationError as error:
-            raise PerfError(f"{path}:{number}: not a pair: {error.errors()[0]['msg']}") from error
+            raise PerfError(f"{path}:{number}: not a pair: {_describe(error)}") from error
     if not pairs:
         raise PerfError(f"{path}: no pairs")
     return pairs
+
+
+def _describe(error: ValidationError) -> str:
+    """The first fault, by its field."""
+    first = error.errors()[0]
+    return ".".join(map(str, first["loc"])) + (": " if first["loc"] else "") + first["msg"]
 
 
 def _judge(pair: Pair, embed: Callable[[str], Any]) -> Judged:
     try:
         cached, asked = (identify(each.request(), _ORIGIN) for each in (pair.cached, pair.asked))
     except ValidationError as error:
-        raise PerfError(f"a pair of kind {pair.kind!r} holds no request: {error.errors()[0]['msg']}") from error
+        raise PerfError(f"a pair of kind {pair.kind!r} holds no request: {_describe(error)}") from error
     started = perf_counter()
     guarded = asyncio.run(_look_up(cached, asked, embed, THRESHOLD, rejecting_guard))
     lookup_us = (perf_counter() - started) * 1e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -25,6 +26,11 @@ class CacheControl(NamedTuple):
     no_cache: bool = False
     max_age_s: float | None = None
     only_if_cached: bool = False
+
+    @property
+    def oldest_s(self) -> float:
+        """The age of the oldest stored answer that will do."""
+        return math.inf if self.max_age_s is None else self.max_age_s
 
 
 def parse_cache_control(header: str) -> CacheControl:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import unicodedata
 from typing import Any, NamedTuple
 
@@ -39,6 +40,12 @@ class Identity(NamedTuple):
     partition: str
     exact_key: str
     question: str | None
+
+    @property
+    def words_key(self) -> str:
+        """The same for all that ask it in the same words, whatever their case, spaces and punctuation."""
+        words = re.findall(r"\w+", (self.question or "").casefold())
+        return _digest([self.partition, words]) if words else self.exact_key
 
 
 def identify(request: ChatRequest, origin: Origin) -> Identity:

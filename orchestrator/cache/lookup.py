@@ -6,6 +6,7 @@ whoever calls this.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -63,12 +64,19 @@ class Lookup:
         if self.guard is rejecting_guard and identity.question is not None:
             prepare(identity.question)
 
-    async def find_near(self, identity: Identity, vector: Vector | None) -> Outcome:
-        """The nearest question that is near enough and that no guard rejects. Without a vector always a miss."""
+    async def find_near(self, identity: Identity, vector: Vector | None, max_age_s: float = math.inf) -> Outcome:
+        """The nearest question that is near enough, not too old, and that no guard rejects. "exact" if it is the same.
+
+        Without a vector always a miss.
+        """
         if vector is None or identity.question is None:
             return Outcome("miss")
         miss = Outcome("miss")
         for entry, similarity in await self.store.nearest(identity, vector, NUM_CANDIDATES):
+            if self.clock() - entry.stored_s > max_age_s:
+                continue
+            if entry.identity.exact_key == identity.exact_key:  # its look-up failed, or it was stored since
+                return await self._hit("exact", entry, 1.0)
             guard = await self._rejection(identity, entry, similarity)
             if guard is None:
                 return await self._hit("semantic", entry, similarity)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 from pydantic import Field, ValidationError
@@ -22,7 +24,7 @@ class WrongHit(Strict):
 
 
 class Invalidation(Strict):
-    """As `orchestrator.cache.store.Selection`. Nothing is removed unless `dry_run` is false."""
+    """As `orchestrator.cache.store.Selection`, `model` may be a tier. Nothing is removed unless `dry_run` is false."""
 
     tenant: str | None = None
     model: str | None = None
@@ -32,8 +34,10 @@ class Invalidation(Strict):
     dry_run: bool = True
 
 
-async def operate(cache: AnswerCache | None, operation: str, body: bytes) -> str:
-    """Do `operation` ("wrong" or "invalidate"); returns its outcome as JSON.
+async def operate(
+    cache: AnswerCache | None, operation: str, body: bytes, models: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Do `operation` ("wrong" or "invalidate"); returns its outcome as JSON. `models` has each tier's, by its name.
 
     Raises `InvalidRequestError` for an operation or a body that is not allowed, and where there is no cache;
     `StoreUnavailableError` when it may not be done.
@@ -41,12 +45,12 @@ async def operate(cache: AnswerCache | None, operation: str, body: bytes) -> str
     if cache is None:
         raise InvalidRequestError("the cache is off here; a table [cache] in the target's row turns it on")
     try:
-        return await _operate(cache, operation, body)
+        return await _operate(cache, operation, body, models)
     except StoreError as error:
         raise StoreUnavailableError(f"the cache's store: {error}; try again later") from error
 
 
-async def _operate(cache: AnswerCache, operation: str, body: bytes) -> str:
+async def _operate(cache: AnswerCache, operation: str, body: bytes, models: Mapping[str, str]) -> str:
     if operation == "wrong":
         answer_id = _parse(body, WrongHit).id
         if not await cache.mark_wrong(answer_id.removeprefix("chatcmpl-")):
@@ -57,7 +61,8 @@ async def _operate(cache: AnswerCache, operation: str, body: bytes) -> str:
     if operation == "invalidate":
         wanted = _parse(body, Invalidation)
         try:
-            selection = Selection(**wanted.model_dump(exclude={"dry_run"}))
+            model = models.get(wanted.model, wanted.model) if wanted.model is not None else None
+            selection = Selection(**{**wanted.model_dump(exclude={"dry_run"}), "model": model})
         except ValueError as error:
             raise InvalidRequestError(
                 "give tenant, model, older_than_s or text to choose entries, or everything: true alone"

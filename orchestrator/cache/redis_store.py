@@ -457,7 +457,7 @@ def _member(entry: Entry) -> str:
 
 def _pair(identity: Identity, entry: Entry) -> str:
     """The same for both directions: what is wrong for one is wrong for the other."""
-    return _join(*sorted((identity.exact_key, entry.identity.exact_key)))
+    return _join(*sorted((identity.words_key, entry.identity.words_key)))
 
 
 def _written_selection(selection: Selection) -> bytes:

@@ -127,7 +127,7 @@ class AnswerCache:
         if vector is None:
             return None
         try:
-            outcome = await self._lookup.find_near(query.identity, vector)
+            outcome = await self._lookup.find_near(query.identity, vector, query.control.oldest_s)
             if outcome.guard not in (None, "threshold"):
                 self.counts.count_rejection(str(outcome.guard))
             return self._read_outcome(query, outcome)
@@ -175,10 +175,10 @@ class AnswerCache:
         return await self._lookup.store.invalidate(selection, dry_run=dry_run)
 
     def _read_outcome(self, query: Query, outcome: Outcome) -> Hit | None:
-        entry, max_age_s = outcome.entry, query.control.max_age_s
+        entry = outcome.entry
         if outcome.kind == "miss" or entry is None or outcome.age_s is None:
             return None
-        if max_age_s is not None and outcome.age_s > max_age_s:
+        if outcome.age_s > query.control.oldest_s:
             return None
         answer = StoredAnswer.from_json(entry.answer)
         return Hit(outcome.kind, answer, entry, outcome.similarity or 0.0, outcome.age_s)

@@ -127,7 +127,10 @@ class Store(Protocol):
         """Whether the entry's question was said to be wrong for this one."""
 
     async def mark_wrong(self, asked: Identity, entry: Entry | None) -> None:
-        """Evict the entry, and never serve its question's answer to `asked` again; None: what is stored for `asked`."""
+        """Evict the entry, and never serve its question's answer to `asked` again, nor to who asks in its words.
+
+        None is what is stored for `asked` itself.
+        """
 
     async def invalidate(self, selection: Selection, *, dry_run: bool) -> Invalidated: ...
 
@@ -258,5 +261,5 @@ class MemoryStore:
 
 def _pair(identity: Identity, entry: Entry) -> tuple[str, str]:
     """The same for both directions: what is wrong for one is wrong for the other."""
-    first, second = sorted((identity.exact_key, entry.identity.exact_key))
+    first, second = sorted((identity.words_key, entry.identity.words_key))
     return first, second

@@ -216,7 +216,8 @@ def executions(stack: Stack, model: str) -> tuple[float, float]:
 @pytest.mark.own_target("a plan's batches are of equal shapes, so there are more of them")
 def test_sixteen_clients_share_batches(scripted_stack: Stack) -> None:
     texts = varied_sentences(160)
-    before = executions(scripted_stack, "embedding_encoder")
+    models = ("embedding_tokenizer", "embedding_encoder")
+    before = [executions(scripted_stack, model) for model in models]
 
     def ask(number: int) -> None:
         with scripted_stack.triton_client() as connection:
@@ -228,6 +229,9 @@ def test_sixteen_clients_share_batches(scripted_stack: Stack) -> None:
         client.start()
     for client in clients:
         client.join()
-    requests, batches = np.subtract(executions(scripted_stack, "embedding_encoder"), before)
-    assert requests == len(texts)
-    assert requests / batches > 2
+    for model, counts in zip(models, before):
+        requests, batches = np.subtract(executions(scripted_stack, model), counts)
+        assert requests == len(texts)
+        # A text is tokenised in no time: only those wait for each other that the encoder answered together. 2.0 to 3.0
+        # were measured at the tokenizer, less where the clients are held up; without its delay 1.1.
+        assert requests / batches > (1.5 if model == "embedding_tokenizer" else 2), model

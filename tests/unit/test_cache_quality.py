@@ -61,7 +61,7 @@ def test_system_and_history_are_part_of_a_pair(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "no pairs"),
-        ("{}\n", r"pairs\.jsonl:1: not a pair: Field required"),
+        ("{}\n", r"pairs\.jsonl:1: not a pair: cached: Field required"),
         ('{"cached": {}, "asked": {}, "expect": "hit", "kind": "a"}\n', "not a pair"),
         (json.dumps(pair("", "b", "hit")).replace('"user"', '"nobody"') + "\n", "holds no request"),
     ],
@@ -71,6 +71,12 @@ def test_what_is_no_pair(text: str, message: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(PerfError, match=message):
         cache_quality(path, Constant())
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(pair("a", "b", "miss")) + "\n", encoding="utf-8-sig")
+    assert cache_quality(path, Constant())[1]["num_misses_due"] == 1
 
 
 @pytest.mark.parametrize(

@@ -389,11 +389,40 @@ def test_no_cache_gets_a_fresh_answer_and_keeps_it(bench: Bench) -> None:
 
 def test_max_age(bench: Bench) -> None:
     bench.ask()
+    bench.ask("How tall is the Eiffel Tower?")
     bench.now_s += 10
     assert kind(bench.ask(control="max-age=10")) == "exact"
     assert kind(bench.ask(PARAPHRASE, "max-age=10")) == "semantic"
     assert kind(bench.ask(PARAPHRASE, "max-age=9")) == "miss"
-    assert kind(bench.ask(control="max-age=9")) == "miss"
+    assert kind(bench.ask(control="max-age=9")) == "semantic"  # of the new answer to the paraphrase
+    assert kind(bench.ask("How tall is the Eiffel Tower?", "max-age=9")) == "miss"
+
+
+def test_a_nearer_answer_that_is_too_old_hides_none(bench: Bench) -> None:
+    bench.ask()
+    bench.now_s += 10
+    bench.ask("capital of France what is the", control="no-cache")
+    assert kind(bench.ask(PARAPHRASE, "max-age=9")) == "semantic"
+
+
+def test_an_exact_repetition_is_exact_though_its_look_up_was_late(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def miss(_: Identity) -> None:
+        return None
+
+    bench.ask()
+    monkeypatch.setattr(bench.store, "get", miss)
+    sink = bench.ask()
+    assert (kind(sink), sink.events[-1]["rt"]["cache_similarity"]) == ("exact", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "num_generated"), [("", "max-age=5", 2), ("max-age=5", "", 1), ("max-age=5", "max-age=6", 1)]
+)
+def test_who_takes_older_answers_too_joins(bench: Bench, first: str, second: str, num_generated: int) -> None:
+    fly(bench, [bench.call(SLOW, control=first), bench.call(SLOW, control=second)])
+    assert bench.num_generated == num_generated
 
 
 def test_only_if_cached(bench: Bench) -> None:
@@ -721,6 +750,15 @@ def test_what_is_invalidated_while_it_is_made_is_not_stored(bench: Bench, text: 
 
     asyncio.run(run())
     assert (sink.finish_reasons, len(bench.store)) == (["stop"], num_stored)
+
+
+def test_a_tiers_name_stands_for_its_model(bench: Bench) -> None:
+    bench.ask()
+    for model, num_entries in (("simple", 1), ("llm_small", 1), ("another", 0)):
+        call, sink = bench.call()
+        call.body = json.dumps({"model": model}).encode()
+        asyncio.run(bench.pipeline.operate(call, "invalidate"))
+        assert sink.events[-1]["num_entries"] == num_entries
 
 
 def test_text_is_found_however_it_is_composed(bench: Bench) -> None:

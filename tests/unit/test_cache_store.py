@@ -199,6 +199,16 @@ def test_a_wrong_answer_is_evicted_and_the_pair_blocked(make_store: MakeStore) -
     assert not run(store.is_blocked(other, stored))
 
 
+def test_the_same_words_are_blocked_too(make_store: MakeStore) -> None:
+    store = make_store(clock=Clock())
+    stored = entry("a", question="Who directed Alien?")
+    run(store.put(stored))
+    run(store.mark_wrong(entry("b", question="Who directed Aliens?").identity, stored))
+    assert run(store.is_blocked(entry("c", question="who  directed aliens").identity, stored))
+    assert not run(store.is_blocked(entry("c", question="who directed Jaws").identity, stored))
+    assert not run(store.is_blocked(entry("c", question="Who directed Aliens?", partition="q").identity, stored))
+
+
 def test_what_is_stored_for_a_question_is_wrong_for_it(make_store: MakeStore) -> None:
     store = make_store(clock=Clock())
     stored = entry("a")
