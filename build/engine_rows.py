@@ -239,26 +239,47 @@ class OcrNetworkParameters(Row):
     max_batch_pixels: Count
 
 
-class PlanParameters(Row):
-    """Runtime "tensorrt" of the engines that have an ONNX graph: compiled, behind NVIDIA's backend `tensorrt`.
+class GraphParameters(Row):
+    """Of the engines that have an ONNX graph, what those that run it on GPUs have in common.
 
     `precision` is that of the graph (`build.precision`). Triton runs the row's `instance_count` on each of
-    `gpu_device_ids`. `profile_sizes` are the largest sizes of the optimisation profiles, from small to large
-    (`build.profiles` says of what); kernels are chosen for `opt_batch_size`. `memory_mib` is what an instance may take
-    on its GPU, weights included: what the builder is held to, and the KV caches beside it are planned with.
+    `gpu_device_ids`. `memory_mib` is what an instance may take on its GPU, weights included: the KV caches beside it
+    are planned with it.
     """
 
     engine: str
+    gpu_device_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    memory_mib: Count
+
+
+class PlanParameters(GraphParameters):
+    """Runtime "tensorrt": the graph compiled, behind NVIDIA's backend `tensorrt`.
+
+    `profile_sizes` are the largest sizes of the optimisation profiles, from small to large (`build.profiles` says of
+    what); kernels are chosen for `opt_batch_size`. The builder is held to `memory_mib`.
+    """
+
     runtime: Literal["tensorrt"]
     precision: Literal["fp32", "fp16", "int8", "fp8"]
-    gpu_device_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     profile_sizes: Annotated[list[Count], Field(min_length=1)]
     opt_batch_size: Count
-    memory_mib: Count
+
+
+class OnnxParameters(GraphParameters):
+    """Runtime "onnxruntime_gpu": the graph itself, behind Triton's backend `onnxruntime`, where no plan can be had."""
+
+    runtime: Literal["onnxruntime_gpu"]
+    precision: Literal["fp32", "fp16"]
 
 
 class EncoderPlan(PlanParameters):
     """The embedder's graph as a plan."""
+
+    engine: Literal["encoder"]
+
+
+class EncoderOnnx(OnnxParameters):
+    """The embedder's graph by ONNX Runtime on GPUs."""
 
     engine: Literal["encoder"]
 
@@ -269,8 +290,20 @@ class ComplexityPlan(PlanParameters):
     engine: Literal["complexity"]
 
 
+class ComplexityOnnx(OnnxParameters):
+    """The classifier's graph by ONNX Runtime on GPUs."""
+
+    engine: Literal["complexity"]
+
+
 class OcrNetworkPlan(PlanParameters):
     """A network of an OCR row as a plan."""
+
+    engine: Literal["ocr_detector", "ocr_recognizer"]
+
+
+class OcrNetworkOnnx(OnnxParameters):
+    """A network of an OCR row by ONNX Runtime on GPUs."""
 
     engine: Literal["ocr_detector", "ocr_recognizer"]
 
@@ -288,18 +321,18 @@ class SpeechParameters(Row):
     num_threads: Count
 
 
-AnyOcrParameters = OcrNetworkParameters | OcrNetworkPlan | OcrParameters
-EmbedderParameters = WordPieceParameters | EncoderParameters | EncoderPlan
-ClassifierParameters = ComplexityParameters | ComplexityPlan
+AnyOcrParameters = OcrNetworkParameters | OcrNetworkPlan | OcrNetworkOnnx | OcrParameters
+EmbedderParameters = WordPieceParameters | EncoderParameters | EncoderPlan | EncoderOnnx
+ClassifierParameters = ComplexityParameters | ComplexityPlan | ComplexityOnnx
 EngineParameters = OpenVINOParameters | ScriptedParameters | TensorRTLLMParameters | VLLMParameters
 AnyParameters = EngineParameters | EmbedderParameters | ClassifierParameters | AnyOcrParameters | SpeechParameters
 # As a row is read: by `engine`, and then, where there are several, by `runtime`.
 ReadParameters = Annotated[
     EngineParameters
     | WordPieceParameters
-    | Annotated[EncoderParameters | EncoderPlan, Field(discriminator="runtime")]
-    | Annotated[ComplexityParameters | ComplexityPlan, Field(discriminator="runtime")]
-    | Annotated[OcrNetworkParameters | OcrNetworkPlan, Field(discriminator="runtime")]
+    | Annotated[EncoderParameters | EncoderPlan | EncoderOnnx, Field(discriminator="runtime")]
+    | Annotated[ComplexityParameters | ComplexityPlan | ComplexityOnnx, Field(discriminator="runtime")]
+    | Annotated[OcrNetworkParameters | OcrNetworkPlan | OcrNetworkOnnx, Field(discriminator="runtime")]
     | OcrParameters
     | SpeechParameters,
     Field(discriminator="engine"),

@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from orchestrator.config import Row, ToolFormat
 
-Count = Annotated[int, Field(gt=0)]
+# Up to what Triton's configurations and NVIDIA's commands take: 32 bits.
+Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 # One path part: it becomes a file name in the cache and in an artifact.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]

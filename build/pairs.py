@@ -14,6 +14,7 @@ from build.engine_rows import (
     Lookahead,
     Medusa,
     NGram,
+    OnnxParameters,
     PlanParameters,
     TensorRTLLMParameters,
     VLLMParameters,
@@ -60,9 +61,9 @@ def check_pairs(target: TargetRow, models: Mapping[str, AnyModelRow]) -> None:
         assert isinstance(model, ModelRow)
         for fault in _vllm_faults(vllm, model):
             raise BuildError(f"{target.name}.toml: models.{name}.{fault}")
-    for name, (settings, plan) in target.plans.items():
+    for name, (settings, graph) in target.graphs.items():
         assert target.gpu is not None  # the row's own rule
-        for fault in _plan_faults(plan, models[settings.model or ""], target.gpu):
+        for fault in _graph_faults(graph, models[settings.model or ""], target.gpu):
             raise BuildError(f"{target.name}.toml: models.{name}.{fault}")
 
 
@@ -77,8 +78,8 @@ def _vllm_faults(parameters: VLLMParameters, model: ModelRow) -> Iterator[str]:
         )
 
 
-def _plan_faults(parameters: PlanParameters, model: AnyModelRow, gpu: Gpu) -> Iterator[str]:
-    if fault := find_size_fault(parameters.engine, parameters, model):
+def _graph_faults(parameters: PlanParameters | OnnxParameters, model: AnyModelRow, gpu: Gpu) -> Iterator[str]:
+    if isinstance(parameters, PlanParameters) and (fault := find_size_fault(parameters.engine, parameters, model)):
         yield fault
     if parameters.precision in ("int8", "fp8") and not isinstance(model, EmbedderRow):
         yield (

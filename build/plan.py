@@ -240,8 +240,8 @@ def _measure(settings: TritonModel, parameters: TensorRTLLMParameters, models: M
 
 
 def plan_bytes(target: TargetRow, device: int) -> int:
-    """What the TensorRT plans on a GPU may take, all instances."""
-    here = [(row, each) for row, each in target.plans.values() if device in each.gpu_device_ids]
+    """What the TensorRT plans and ONNX graphs on a GPU may take, all instances."""
+    here = [(row, each) for row, each in target.graphs.values() if device in each.gpu_device_ids]
     return sum(row.instance_count * each.memory_mib * 2**20 for row, each in here)
 
 
@@ -257,7 +257,7 @@ def _free_memory(target: TargetRow, gpu: Gpu, engines: Mapping[str, _Engine]) ->
             raise BuildError(
                 f"{target.name}.toml: GPU {device} ({gpu.name}) has {_gib(gpu.memory_mib * 2**20)}, but its engines "
                 f"take {' + '.join(f'{name}: {_sum_of(each)}' for name, each in here.items())}"
-                f"{f' + {_gib(plans)} TensorRT plans (memory_mib)' if plans else ''}; "
+                f"{f' + {_gib(plans)} plans and graphs (memory_mib)' if plans else ''}; "
                 f"that is {_gib(-free[device])} too much; fix: a smaller precision, more tp_size, or fewer engines "
                 "a GPU"
             )

@@ -15,7 +15,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from build.engine_rows import PlanParameters
+from build.engine_rows import OnnxParameters, PlanParameters
 from build.fetch import sha256
 from build.gpu_rows import Container, Gpu
 from build.model_rows import AnyModelRow
@@ -31,9 +31,10 @@ GRAPH_CODE = (
     *("router_adapter.py", "data/router.jsonl", "data/router_adapter.safetensors"),
 )
 VERIFIED = "verified.json"
+GRAPH, ONNX = "graph.onnx", "model.onnx"  # as the product has it, and as Triton's `onnxruntime` looks for it
 
 
-def make_graph(engine: str, parameters: PlanParameters, model: AnyModelRow) -> Product:
+def make_graph(engine: str, parameters: PlanParameters | OnnxParameters, model: AnyModelRow) -> Product:
     """`graph.onnx`, `model.onnx` and `samples.npz`."""
     row = json.dumps(model.model_dump(mode="json"), sort_keys=True)
     return Product(

@@ -47,7 +47,7 @@ class Checkout(NamedTuple):
 
 
 class Python(NamedTuple):
-    """Stands for the Python that builds; in a script, the container's own."""
+    """Stands for the Python that builds."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class Product:
             seen.add(self.key)
             yield self
 
-    def command(self, cache: Path, python: str = "python3") -> list[str]:
+    def command(self, cache: Path) -> list[str]:
         """The words as they are run; the output is beside its place."""
-        return [self._word(word, cache, python) for word in self.words]
+        return [self._word(word, cache) for word in self.words]
 
-    def _word(self, word: str | Output | InCache | Checkout | Python | Product, cache: Path, python: str) -> str:
+    def _word(self, word: str | Output | InCache | Checkout | Python | Product, cache: Path) -> str:
         if isinstance(word, Product):
             return str(word.path(cache))
         if isinstance(word, Output):
@@ -105,7 +105,7 @@ class Product:
         if isinstance(word, Checkout):
             return str(CHECKOUT)
         if isinstance(word, Python):
-            return python
+            return sys.executable
         return str(cache / word.path) if isinstance(word, InCache) else word
 
     def _scratch(self, cache: Path) -> Path:
@@ -130,7 +130,7 @@ class Product:
                 if isinstance(word, InCache):
                     (cache / word.path).parent.mkdir(parents=True, exist_ok=True)
             log = path.with_name(f"{path.name}.log")
-            _run(self.command(cache, sys.executable), log, self.name, held)
+            _run(self.command(cache), log, self.name, held)
             missing = [pattern for pattern in self.files if not list(scratch.glob(pattern))]
             if missing:
                 raise BuildError(f"{self.name}: the command succeeded, but wrote no {', '.join(missing)}; see {log}")

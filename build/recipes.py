@@ -20,6 +20,7 @@ from build.engine_rows import (
     AnyParameters,
     ComplexityParameters,
     EncoderParameters,
+    OnnxParameters,
     PlanParameters,
     TensorRTLLMParameters,
 )
@@ -92,6 +93,11 @@ class Job:
     @property
     def plan(self) -> PlanParameters:
         assert isinstance(self.settings.parameters, PlanParameters)
+        return self.settings.parameters
+
+    @property
+    def graph(self) -> PlanParameters | OnnxParameters:
+        assert isinstance(self.settings.parameters, (PlanParameters, OnnxParameters))
         return self.settings.parameters
 
     @property
@@ -215,8 +221,8 @@ def engine_verified(job: Job) -> Product:
 
 
 def graph(job: Job) -> Product:
-    """The ONNX graph that a plan is made from."""
-    return plan_commands.make_graph(job.plan.engine, job.plan, job.model)
+    """The ONNX graph that a plan is made from, or that runs as it is."""
+    return plan_commands.make_graph(job.graph.engine, job.graph, job.model)
 
 
 def plan(job: Job) -> Product:
@@ -233,6 +239,11 @@ def install_plan(job: Job) -> None:
     """`model.plan`, and `plan.json`, which says what it takes."""
     for name in (PLAN_FILE, DESCRIPTION):
         shutil.copyfile(plan(job).path(job.cache) / name, job.folder / name)
+
+
+def install_graph(job: Job) -> None:
+    """`model.onnx`, in the row's precision."""
+    shutil.copyfile(graph(job).path(job.cache) / plan_commands.GRAPH, job.folder / plan_commands.ONNX)
 
 
 def llmapi_model(job: Job) -> Product:
@@ -342,7 +353,7 @@ RECIPES: dict[str, Recipe] = {
 
 # Runtime "llmapi" of engine "tensorrt_llm" is made differently, and so is runtime "tensorrt" of those with a graph.
 LLMAPI = "tensorrt_llm_llmapi"
-PLAN, CLASSIFIER_PLAN = "plan", "complexity_plan"
+PLAN, CLASSIFIER_PLAN, GRAPH, CLASSIFIER_GRAPH = "plan", "complexity_plan", "graph", "complexity_graph"
 # Packages of the container.
 CONTAINER_TOOLS = ("tensorrt", "tensorrt_llm")
 RECIPES["tensorrt_llm"] = Recipe(
@@ -385,16 +396,21 @@ RECIPES[PLAN] = Recipe(
     ),
     tools=("numpy", "onnx", "onnxruntime-gpu", "safetensors", "tensorrt"),
 )
-# The orchestrator reads conversations with its tokenizer.
-RECIPES[CLASSIFIER_PLAN] = Recipe(
-    steps=(FETCH, PIECES, *RECIPES[PLAN].steps), tools=(*RECIPES[PLAN].tools, "tokenizers")
+RECIPES[GRAPH] = Recipe(
+    steps=(_command("write graph", graph), Step("install graph", install_graph)),
+    tools=("numpy", "onnx", "safetensors"),
 )
+# The orchestrator reads conversations with its tokenizer.
+for _its, _plain in ((CLASSIFIER_PLAN, RECIPES[PLAN]), (CLASSIFIER_GRAPH, RECIPES[GRAPH])):
+    RECIPES[_its] = Recipe(steps=(FETCH, PIECES, *_plain.steps), tools=(*_plain.tools, "tokenizers"))
 
 
 def recipe_of(parameters: AnyParameters) -> Recipe:
     """The recipe of an engine by its parameters."""
     if isinstance(parameters, PlanParameters):
         return RECIPES[CLASSIFIER_PLAN if parameters.engine == "complexity" else PLAN]
+    if isinstance(parameters, OnnxParameters):
+        return RECIPES[CLASSIFIER_GRAPH if parameters.engine == "complexity" else GRAPH]
     is_llmapi = isinstance(parameters, TensorRTLLMParameters) and parameters.runtime == "llmapi"
     return RECIPES[LLMAPI if is_llmapi else parameters.engine]
 

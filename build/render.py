@@ -14,10 +14,11 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from build.engine_rows import PlanParameters, TensorRTLLMParameters, VLLMParameters
+from build.engine_rows import GraphParameters, PlanParameters, TensorRTLLMParameters, VLLMParameters
 from build.errors import BuildError
 from build.model_rows import AnyModelRow, ComplexityRow, EmbedderRow, ModelRow, SpeechRow
 from build.plan import EnginePlan
+from build.plan_commands import ONNX
 from build.render_trtllm import backend_parameters, llmapi_parameters
 from build.rows import TargetRow, TierRow, TritonModel
 from build.tensorrt_plan import PLAN
@@ -47,10 +48,12 @@ def render_config(
         kind=model_config_pb2.ModelInstanceGroup.Kind.Value(settings.instance_kind),
         count=settings.instance_count,
     )
-    if isinstance(settings.parameters, PlanParameters):
-        config.platform = "tensorrt_plan"
-        config.default_model_filename = PLAN
+    if isinstance(settings.parameters, GraphParameters):
+        is_plan = isinstance(settings.parameters, PlanParameters)
+        config.platform = "tensorrt_plan" if is_plan else "onnxruntime_onnx"
+        config.default_model_filename = PLAN if is_plan else ONNX
         group.gpus.extend(settings.parameters.gpu_device_ids)
+    if isinstance(settings.parameters, PlanParameters):
         group.profile.extend(str(index) for index in range(len(settings.parameters.profile_sizes)))
     for key, value in engine_parameters(name, settings, model, plan).items():
         config.parameters[key].string_value = value
@@ -91,6 +94,9 @@ def engine_parameters(
     """What an engine reads from its configuration: the target's parameters, and some numbers of the model."""
     if settings.parameters is None or model is None or isinstance(settings.parameters, PlanParameters):
         return {}
+    if isinstance(settings.parameters, GraphParameters):
+        # Of the arena of one instance; weights and activations both come out of it.
+        return {"gpu_mem_limit": str(settings.parameters.memory_mib * 2**20)}
     if isinstance(settings.parameters, TensorRTLLMParameters):
         if _is_llmapi(settings):
             return llmapi_parameters(settings.parameters)

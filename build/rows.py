@@ -18,6 +18,8 @@ from build.engine_rows import (
     DraftTarget,
     EmbedderParameters,
     EngineParameters,
+    GraphParameters,
+    OnnxParameters,
     PlanParameters,
     ReadParameters,
     SpeechParameters,
@@ -86,8 +88,8 @@ class TritonModel(Row):
     `allow_ragged_batch` lets it join requests of different shapes, for a model that can take them apart.
     """
 
-    backend: Literal["python", "tensorrtllm", "tensorrt"]
-    max_batch_size: Annotated[int, Field(ge=0)]
+    backend: Literal["python", "tensorrtllm", "tensorrt", "onnxruntime"]
+    max_batch_size: Annotated[int, Field(ge=0, le=2**31 - 1)]
     max_queue_delay_microseconds: Annotated[int, Field(ge=0, le=2000)] | None = None
     allow_ragged_batch: bool = False
     instance_kind: Literal["KIND_CPU", "KIND_GPU"]
@@ -100,19 +102,23 @@ class TritonModel(Row):
         if (self.model is None) != (self.parameters is None):
             raise ValueError("an engine needs both `model` and `parameters`; another model has neither")
         is_engine = isinstance(self.parameters, TensorRTLLMParameters) and self.parameters.runtime == "engine"
-        is_plan = isinstance(self.parameters, PlanParameters)
-        backend = "tensorrtllm" if is_engine else "tensorrt" if is_plan else "python"
+        is_graph = isinstance(self.parameters, GraphParameters)
+        graph_backend = "tensorrt" if isinstance(self.parameters, PlanParameters) else "onnxruntime"
+        backend = "tensorrtllm" if is_engine else graph_backend if is_graph else "python"
         if self.backend != backend:
             raise ValueError(
                 f"backend is {self.backend!r}; only {backend!r} is allowed here (engine 'tensorrt_llm' with runtime "
-                "'engine' runs in NVIDIA's 'tensorrtllm', runtime 'tensorrt' in 'tensorrt', all else in 'python')"
+                "'engine' runs in NVIDIA's 'tensorrtllm', runtime 'tensorrt' in 'tensorrt', 'onnxruntime_gpu' in "
+                "'onnxruntime', all else in 'python')"
             )
-        kind = "KIND_GPU" if is_plan else "KIND_CPU"
+        kind = "KIND_GPU" if is_graph else "KIND_CPU"
         if self.instance_kind != kind:
             raise ValueError(
-                f"instance_kind is {self.instance_kind!r}; only {kind!r} is allowed here (backend 'tensorrt' has "
-                "instances on GPUs alone, and the others' are no matter of Triton's)"
+                f"instance_kind is {self.instance_kind!r}; only {kind!r} is allowed here (backends 'tensorrt' "
+                "and 'onnxruntime' have instances on GPUs alone, and the others' are no matter of Triton's)"
             )
+        if is_graph and self.allow_ragged_batch:
+            raise ValueError(f"allow_ragged_batch: backend {backend!r} takes equal shapes alone; leave it out")
         if isinstance(self.parameters, PlanParameters):
             self._check_plan(self.parameters)
         if isinstance(self.parameters, VLLMParameters) and self.instance_count != 1:
@@ -123,8 +129,6 @@ class TritonModel(Row):
         return self
 
     def _check_plan(self, parameters: PlanParameters) -> None:
-        if self.allow_ragged_batch:
-            raise ValueError("allow_ragged_batch: backend 'tensorrt' takes equal shapes alone; leave it out")
         if not 1 <= parameters.opt_batch_size <= self.max_batch_size:
             raise ValueError(
                 f"parameters.opt_batch_size is {parameters.opt_batch_size}; allowed: 1 to max_batch_size, "
@@ -223,11 +227,12 @@ class TargetRow(Row):
             raise ValueError("gpu, container: both with engines 'tensorrt_llm', neither without")
         if (self.vllm is not None) != bool(self.vllm_engines):
             raise ValueError("vllm: required with engines 'vllm', and left out without")
-        if self.plans and not has_engines:
-            raise ValueError(
-                f"models.{next(iter(self.plans))}.parameters.runtime is 'tensorrt', which needs a GPU; this target has "
-                "none; allowed: 'onnxruntime'"
-            )
+        for name, (_, graph) in self.graphs.items():
+            if not has_engines:
+                raise ValueError(
+                    f"models.{name}.parameters.runtime is {graph.runtime!r}, which needs a GPU; this target has none; "
+                    "allowed: 'onnxruntime'"
+                )
         return self
 
     def _check_ocr(self) -> None:
@@ -272,9 +277,18 @@ class TargetRow(Row):
         }
 
     @property
+    def graphs(self) -> dict[str, tuple[TritonModel, PlanParameters | OnnxParameters]]:
+        """The same of all models that are an ONNX graph on GPUs, compiled or not."""
+        return {
+            name: (model, model.parameters)
+            for name, model in self.models.items()
+            if isinstance(model.parameters, (PlanParameters, OnnxParameters))
+        }
+
+    @property
     def compiled(self) -> list[str]:
         """The Triton models that commands of the container make."""
-        return [*self.trtllm_engines, *self.plans]
+        return [*self.trtllm_engines, *self.graphs]
 
     def source_of(self, name: str) -> str:
         """The folder of the source repository that the Triton model `name` is rendered from.
@@ -435,7 +449,7 @@ def _load_model(target: TargetRow, name: str, kind: type[RowT], folder: Path) ->
         ) from None
 
 
-def _is_of_kind(path: Path, kind: type[RowT]) -> bool:
+def _is_of_kind(path: Path, kind: type[Row]) -> bool:
     try:
         read_toml(path, kind)
     except ConfigError:

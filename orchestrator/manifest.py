@@ -52,11 +52,12 @@ class Parameters(_Part):
     """Of an engine's parameters, what says where it runs and how much memory it takes.
 
     `runtime` is that of engine `tensorrt_llm`, or of what has an ONNX graph; the numbers that follow it are of engine
-    `tensorrt_llm` alone, but for `gpu_device_ids` and `memory_mib`, what an instance may take there, of a plan.
+    `tensorrt_llm` alone, but for `gpu_device_ids` and `memory_mib`, what an instance may take there, of a plan
+    and of a graph on GPUs.
     """
 
     engine: str
-    runtime: Literal["engine", "llmapi", "onnxruntime", "tensorrt"] | None = None
+    runtime: Literal["engine", "llmapi", "onnxruntime", "onnxruntime_gpu", "tensorrt"] | None = None
     tp_size: int = 1
     pp_size: int = 1
     gpu_device_ids: list[int] = []
@@ -115,8 +116,8 @@ class TrtllmEngine(_Part):
     parameters: Parameters
 
 
-class TensorRTPlan(_Part):
-    """A Triton model that is a TensorRT plan."""
+class Graph(_Part):
+    """A Triton model that is an ONNX graph on GPUs: a TensorRT plan of it, or itself."""
 
     name: str
     settings: TritonModel
@@ -143,12 +144,12 @@ class Manifest(_Part):
         ]
 
     @property
-    def plans(self) -> list[TensorRTPlan]:
+    def graphs(self) -> list[Graph]:
         """In the row's order."""
         return [
-            TensorRTPlan(name=name, settings=model, parameters=model.parameters)
+            Graph(name=name, settings=model, parameters=model.parameters)
             for name, model in self.row.models.items()
-            if model.parameters is not None and model.parameters.runtime == "tensorrt"
+            if model.parameters is not None and model.parameters.runtime in ("tensorrt", "onnxruntime_gpu")
         ]
 
     def find_architecture(self, settings: TritonModel | None) -> Architecture | None:

@@ -56,6 +56,18 @@ ADAPTERS: dict[str, Any] = {
 LLMAPI: dict[str, Any] = {"runtime": "llmapi", "precision": "bf16", "kv_cache_precision": "auto"}
 
 
+def with_onnx(target_name: str, *names: str) -> TargetRow:
+    """The target with some of its plans as ONNX graphs for Triton's backend `onnxruntime`."""
+    row = copy.deepcopy(_read(target_name))
+    for name in names:
+        model = row["models"][name]
+        model["backend"] = "onnxruntime"
+        for key in ("profile_sizes", "opt_batch_size"):
+            del model["parameters"][key]
+        model["parameters"]["runtime"] = "onnxruntime_gpu"
+    return TargetRow.model_validate(row)
+
+
 @contextmanager
 def quiet(step: str) -> Iterator[None]:
     """A build's progress that says nothing."""

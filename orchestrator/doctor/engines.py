@@ -15,7 +15,7 @@ from google.protobuf import text_format
 
 from orchestrator.doctor.findings import Finding
 from orchestrator.doctor.repository import read_config
-from orchestrator.manifest import MODEL_REPOSITORY, Manifest, TensorRTPlan, TrtllmEngine
+from orchestrator.manifest import MODEL_REPOSITORY, Graph, Manifest, TrtllmEngine
 
 CHECK = "engine"
 _KV_BYTES = {"auto": 2, "fp8": 1, "int8": 1}
@@ -32,19 +32,24 @@ def check_engines(root: Path, manifest: Manifest) -> Iterator[Finding]:
         yield from faults or [Finding(CHECK, f"{what}, a KV cache of {pool_tokens(root, engine)} tokens")]
 
 
-def check_plans(root: Path, manifest: Manifest) -> Iterator[Finding]:
-    """A finding for each TensorRT plan, or for its fault."""
-    for plan in manifest.plans:
-        yield _find_plan_fault(root, manifest, plan) or Finding(
-            CHECK, f"{plan.name}: {plan.settings.model}, a plan of TensorRT"
+def check_graphs(root: Path, manifest: Manifest) -> Iterator[Finding]:
+    """A finding for each TensorRT plan or ONNX graph, or for its fault."""
+    for graph in manifest.graphs:
+        what = "a plan of TensorRT" if graph.parameters.runtime == "tensorrt" else "a graph for ONNX Runtime"
+        yield _find_graph_fault(root, manifest, graph) or Finding(
+            CHECK, f"{graph.name}: {graph.settings.model}, {what}"
         )
 
 
-def _find_plan_fault(root: Path, manifest: Manifest, plan: TensorRTPlan) -> Finding | None:
-    folder, fix = root / MODEL_REPOSITORY / plan.name / "1", manifest.rebuild
-    file, path = folder / "model.plan", folder / "plan.json"
+def _find_graph_fault(root: Path, manifest: Manifest, graph: Graph) -> Finding | None:
+    folder, fix = root / MODEL_REPOSITORY / graph.name / "1", manifest.rebuild
+    is_plan = graph.parameters.runtime == "tensorrt"
+    file, path = folder / ("model.plan" if is_plan else "model.onnx"), folder / "plan.json"
     if not file.is_file() or not file.stat().st_size:
-        return Finding(CHECK, f"{file}: missing or empty", "the plan that the build makes", fix)
+        what = f"the {'plan' if is_plan else 'graph'} that the build makes"
+        return Finding(CHECK, f"{file}: missing or empty", what, fix)
+    if not is_plan:
+        return None
     try:
         version = str(json.loads(path.read_bytes())["version"])
     except (OSError, ValueError, KeyError, TypeError) as error:

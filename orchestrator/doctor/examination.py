@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from orchestrator.doctor.engines import check_engines, check_plans
+from orchestrator.doctor.engines import check_engines, check_graphs
 from orchestrator.doctor.files import CHECK as FILES
 from orchestrator.doctor.files import Verified, find_file_faults
 from orchestrator.doctor.findings import Finding
@@ -43,7 +43,7 @@ def examine(
         )
     else:
         yield from check_engines(root, manifest)
-        yield from check_plans(root, manifest)
+        yield from check_graphs(root, manifest)
         yield from check_tokenizers(root, manifest)
     if backends is not None:
         yield from check_backends(manifest, machine, backends)

@@ -61,7 +61,7 @@ def _check_gpus(manifest: Manifest, gpu: Gpu, container: Container, gpus: Sequen
                 f"{last + 1}",
                 f"{machine}, or a smaller tp_size in the row, then {manifest.rebuild}",
             )
-    placed = [each.parameters for each in engines] + [each.parameters for each in manifest.plans]
+    placed = [each.parameters for each in engines] + [each.parameters for each in manifest.graphs]
     used = sorted({device for parameters in placed for device in parameters.gpu_device_ids})
     for number in used:
         if number >= len(gpus):
@@ -122,7 +122,7 @@ def _check_memory(root: Path, manifest: Manifest, gpus: Sequence[GpuFacts]) -> I
     for engine in manifest.trtllm_engines:
         for device in engine.parameters.gpu_device_ids:
             needed[device] = needed.get(device, 0) + needed_bytes(root, manifest, engine)
-    for plan in manifest.plans:
+    for plan in manifest.graphs:
         for device in plan.parameters.gpu_device_ids:
             size = plan.settings.instance_count * plan.parameters.memory_mib * MIB
             needed[device] = needed.get(device, 0) + size

@@ -65,11 +65,11 @@ CPU: dict[str, Any] = LEAST | yaml.safe_load((DEPLOY / "helm" / "cpu.yaml").read
 CASES = {"least": LEAST, "most": MOST, "cpu": CPU}
 
 
-def render(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def render(values: dict[str, Any], release: str = NAME) -> dict[str, dict[str, Any]]:
     """The manifests by kind; the second NetworkPolicy, which is the build's, as `BuildPolicy`."""
     with helm_python.Chart.load(CHART) as chart:
         chart.validate_schema(values)
-        files = chart.render(values, name=NAME, namespace=NAMESPACE)
+        files = chart.render(values, name=release, namespace=NAMESPACE)
     texts = [text for name, text in files.items() if not name.endswith("NOTES.txt")]
     manifests = [manifest for text in texts for manifest in yaml.safe_load_all(text) if manifest]
     found: dict[str, dict[str, Any]] = {}
@@ -112,6 +112,25 @@ def test_manifests_are_valid(case: str, version: str) -> None:
             kubernetes_validate.validate(manifest, version, strict=True)
 
 
+@pytest.mark.parametrize("word", ["1234", "true", "1e3", "007", "null"])
+def test_names_that_yaml_takes_for_something_else(word: str) -> None:
+    values = merged(MOST, keys={"existingSecret": word}, imagePullSecrets=[word], runtimeClassName=word)
+    values |= {"redis": {"urlSecret": {"name": word}}, "serviceAccount": {"name": word}}
+    values |= {"persistence": {"storageClass": word, "accessModes": ["ReadWriteMany"]}}
+    values["build"] = {"enabled": True, "tokenSecret": word, "activeDeadlineSeconds": 10_000_000}
+    values["serve"]["grpc"] = {"enabled": True, "tlsSecret": word}
+    values["serviceMonitor"] = {"enabled": True, "metricsKeySecret": {"name": word}}
+    for claim in ({}, {"existingClaim": word}):
+        values["persistence"] |= claim
+        manifests = render(values, word)
+        for kind, manifest in manifests.items():
+            if kind != "ServiceMonitor":
+                kubernetes_validate.validate(manifest, KUBERNETES[1], strict=True)
+            assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == word
+        assert manifests["ServiceMonitor"]["spec"]["endpoints"][0]["authorization"]["credentials"]["name"] == word
+        assert manifests["Job"]["spec"]["activeDeadlineSeconds"] == 10_000_000
+
+
 def test_a_wrong_manifest_is_found() -> None:
     manifest = render(LEAST)["Deployment"]
     manifest["spec"]["template"]["spec"]["containers"][0]["workingDirectory"] = "/artifacts"
@@ -138,6 +157,8 @@ def test_what_is_rendered() -> None:
         (merged(LEAST, serviceMonitor={"enabled": True}), r"metricsKeySecret\.name: required"),
         (merged(LEAST, serve={"grpc": {"tlsSecret": "tls"}}), r"tlsSecret: given, but"),
         (merged(LEAST, **REDIS, autoscaling={"minReplicas": 5}), r"minReplicas: above"),
+        (merged(LEAST, updateStrategy={"maxSurge": 0, "maxUnavailable": 0}), r"updateStrategy: .* both 0"),
+        (merged(MOST, persistence={"accessModes": ["ReadWriteOncePod"]}), r"accessModes: ReadWriteOncePod is for one"),
         (merged(LEAST, replicas=2), r"(?s)additional properties 'replicas' not allowed"),
         (merged(LEAST, replicaCount="2"), r"(?s)replicaCount.*got string, want integer"),
         (merged(LEAST, artifact={"path": "artifacts/l4"}), r"(?s)artifact.*does not match pattern"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -59,6 +60,14 @@ def test_prometheus_asks_the_gateway_with_the_key(services: dict[str, Any]) -> N
     assert job["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
     # Another job's name would leave the alerts without what they ask for.
     assert f'job="{job["job_name"]}"' in (DEPLOY / "prometheus" / "alerts.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_was_read_and_found_right_is_remembered_on_a_volume(name: str) -> None:
+    folders = re.findall(r"XDG_CACHE_HOME=(\S+)", (DEPLOY / "Dockerfile").read_text())
+    assert sorted(folders) == ["/artifacts/.cache", "/run/triton-realtime/cache", "/run/triton-realtime/cache"]
+    volumes = {**read(FILES[0]), **read(name)}["services"]["realtime"].get("volumes", [])
+    assert "run:/run/triton-realtime" in [*read(FILES[0])["services"]["realtime"]["volumes"], *volumes]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -370,7 +370,8 @@ def test_a_worker_that_dies_is_replaced(open_stack: Stack) -> None:
 
 def test_workers_drain(start: Start, tmp_path: Path) -> None:
     with start("scripted", tmp_path, "--gateway-workers=2") as stack, ThreadPoolExecutor(6) as pool:
-        answers = [pool.submit(stack.stream, messages=script(text="x " * 50, itl_ms=20)) for _ in range(6)]
+        answers = [pool.submit(stack.stream, messages=script(text="x " * 50, itl_ms=100)) for _ in range(6)]
+        # Five seconds each: where the first of them make a new stack slow, the last have to come in time.
         wait_for(lambda: stack.num_live("llm_small") == 6)
         stack.process.terminate()
         assert [answer.result(timeout=20).text for answer in answers] == ["x " * 50] * 6

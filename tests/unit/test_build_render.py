@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import text_format
+from gpu_targets import with_onnx
 from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
@@ -66,6 +67,23 @@ def test_a_plan_s_configuration() -> None:
     assert not any(tensor.allow_ragged_batch for tensor in config.input)
     assert render("h100", "embedding").max_batch_size == 32
     assert render("h100", "ocr_detection").max_batch_size == 2
+
+
+def test_an_onnx_graph_s_configuration() -> None:
+    """As Triton's backend `onnxruntime` wants it: CUDA without an accelerator that would compile it."""
+    target = with_onnx("l4", "embedding_encoder")
+    models = load_models(target)
+    source = SOURCES / "embedding_encoder" / "config.pbtxt"
+    settings = target.models["embedding_encoder"]
+    config = parse(render_config(source, "embedding_encoder", settings, models[settings.model or ""]))
+    assert (config.backend, config.platform) == ("onnxruntime", "onnxruntime_onnx")
+    assert config.default_model_filename == "model.onnx" and not config.HasField("optimization")
+    (group,) = config.instance_group
+    assert group.kind == model_config_pb2.ModelInstanceGroup.KIND_GPU
+    assert (group.count, list(group.gpus), list(group.profile)) == (1, [0], [])
+    assert {key: value.string_value for key, value in config.parameters.items()} == {"gpu_mem_limit": str(256 << 20)}
+    as_plan = render("l4", "embedding_encoder")
+    assert (config.input, config.output) == (as_plan.input, as_plan.output)
 
 
 def test_batching_is_the_target_s() -> None:

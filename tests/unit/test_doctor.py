@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_targets import MODELS, render
+from gpu_targets import MODELS, render, with_onnx
 from standins.dress import seal, write_engine, write_plan
 
 from build.rows import load_models, load_target
 from orchestrator.doctor import files
+from orchestrator.doctor.engines import check_graphs
 from orchestrator.doctor.examination import examine
 from orchestrator.doctor.files import Verified, find_file_faults
 from orchestrator.doctor.findings import Finding
@@ -427,6 +428,22 @@ def test_backends(whole: dict[str, Path], tmp_path: Path) -> None:
     assert fault.text.startswith(
         "tensorrtllm: Triton has no such backend; wanted: a folder of backends\nfix: docker build -f deploy/Dockerfile"
     )
+
+
+def test_graphs_for_onnx_runtime(tmp_path: Path) -> None:
+    """The fallback: the graph has to be there, and Triton's backend for it."""
+    row = with_onnx("l4", "embedding_encoder")
+    artifact = render(row, load_models(row), tmp_path)
+    manifest = read_manifest(artifact)
+    (graph,) = [each for each in manifest.graphs if each.name == "embedding_encoder"]
+    assert (graph.name, graph.parameters.memory_mib) == ("embedding_encoder", 256)
+    (fault,) = [each.text for each in check_graphs(artifact, manifest) if "embedding_encoder" in each.text]
+    assert "1/model.onnx: missing or empty; wanted: the graph that the build makes" in fault
+    (artifact / "model_repository" / "embedding_encoder" / "1" / "model.onnx").write_text("graph")
+    (well,) = [each for each in check_graphs(artifact, manifest) if "embedding_encoder" in each.text]
+    assert well.text == "embedding_encoder: all-minilm-l6-v2, a graph for ONNX Runtime" and not well.is_fault
+    found = [each.text for each in check_backends(manifest, FakeMachine(), backends(tmp_path / "backends"))]
+    assert found[0].startswith("onnxruntime: Triton has no such backend; wanted: a folder of backends\nfix: docker")
 
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ ROWS = {name: parse_toml(HERE / "targets" / f"{name}.toml") for name in GPU_TARG
 ENGINES = ("llm_small", "llm_large")
 # What each key may be that decides the commands; most pairs of them cannot be.
 LIKELY: dict[str, tuple[Any, ...]] = {
-    "runtime": ("engine", "llmapi"),
+    "runtime": ("engine", "llmapi", "tensorrt", "onnxruntime_gpu"),
+    "backend": ("python", "tensorrtllm", "tensorrt", "onnxruntime"),
     "precision": ("bf16", "fp16", "fp8", "int8_sq", "int8_wo", "int4_awq", "int4_wo", "w4a8_awq"),
     "kv_cache_precision": ("auto", "int8", "fp8"),
     "tp_size": (1, 2, 3, 4, 8),

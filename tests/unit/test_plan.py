@@ -154,8 +154,8 @@ def test_an_engine_that_does_not_fit_is_refused_with_the_sum() -> None:
     assert str(caught.value) == (
         "l4.toml: GPU 0 (NVIDIA L4) has 22.49 GiB, but its engines take llm_small: 1.88 GiB weights + 0.42 GiB "
         "activations + 1.00 GiB runtime + llm_large: 67.67 GiB weights + 1.31 GiB activations + 1.00 GiB runtime + "
-        "1.69 GiB TensorRT plans (memory_mib); that is 52.48 GiB too much; fix: a smaller precision, more tp_size, or "
-        "fewer engines a GPU"
+        "1.69 GiB plans and graphs (memory_mib); that is 52.48 GiB too much; fix: a smaller precision, more tp_size, "
+        "or fewer engines a GPU"
     )
 
 

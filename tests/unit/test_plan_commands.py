@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def test_our_modules_take_the_words(name: str, monkeypatch: pytest.MonkeyPatch) 
         command = product.command(CACHE)
         if command[0] != "env":
             continue
-        assert command[1:5] == ["-C", str(Path(plan_commands.__file__).parents[1]), "python3", "-m"]
+        assert command[1:5] == ["-C", str(Path(plan_commands.__file__).parents[1]), sys.executable, "-m"]
         seen.add(command[5])
         with pytest.raises(Parsed):
             MODULES[command[5]].main(command[6:])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_targets import GPU_TARGETS
+from gpu_targets import GPU_TARGETS, with_onnx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from build.commands import list_commands
 from build.errors import BuildError
 from build.pairs import check_pairs
+from build.plan import plan_bytes
 from build.profiles import INPUTS, Profile, Shapes, find_size_fault, make_profiles, sizes_of
 from build.rows import TargetRow, load_models, load_target
 from orchestrator.embedding.window import choose_length
@@ -155,3 +158,44 @@ def test_the_fallback_is_data() -> None:
     target = TargetRow.model_validate(row)
     check_pairs(target, MODELS)
     assert set(target.plans) == {"complexity", "ocr_detector", "ocr_recognizer"}
+
+
+NETWORKS = ("embedding_encoder", "complexity", "ocr_detector", "ocr_recognizer")
+
+
+def test_the_fallback_on_the_gpu_is_data_too() -> None:
+    target = with_onnx("l4", *NETWORKS)
+    check_pairs(target, MODELS)
+    assert not target.plans and tuple(target.graphs) == NETWORKS
+    # It takes the memory that the row says, beside the engines.
+    assert plan_bytes(target, 0) == plan_bytes(L4, 0) > 0
+    script = list_commands(target, MODELS, Path("/cache"))
+    assert script.count("-m build.onnx_graph ") == 4
+    assert "build.tensorrt_plan" not in script and "build.verify_plan" not in script
+
+
+@pytest.mark.parametrize(
+    ("settings", "parameters", "message"),
+    [
+        ({"backend": "tensorrt"}, {}, "backend is 'tensorrt'; only 'onnxruntime' is allowed here"),
+        ({"instance_kind": "KIND_CPU"}, {}, "instance_kind is 'KIND_CPU'; only 'KIND_GPU' is allowed here"),
+        ({"allow_ragged_batch": True}, {}, "backend 'onnxruntime' takes equal shapes alone; leave it out"),
+        ({}, {"precision": "int8"}, "'fp32' or 'fp16'"),
+        ({}, {"profile_sizes": [16]}, "Extra inputs"),
+    ],
+)
+def test_a_wrong_row_of_the_fallback_is_refused(
+    settings: dict[str, Any], parameters: dict[str, Any], message: str
+) -> None:
+    row = with_onnx("l4", "embedding_encoder").model_dump()
+    row["models"]["embedding_encoder"] |= settings
+    row["models"]["embedding_encoder"]["parameters"] |= parameters
+    with pytest.raises(ValueError, match=message):
+        TargetRow.model_validate(row)
+
+
+def test_the_fallback_is_on_gpus_that_there_are() -> None:
+    row = with_onnx("l4", "embedding_encoder").model_dump()
+    row["models"]["embedding_encoder"]["parameters"]["gpu_device_ids"] = [1]
+    with pytest.raises(BuildError, match=r"gpu_device_ids is \[1\]; allowed: each of 0 to 0"):
+        check_pairs(TargetRow.model_validate(row), MODELS)

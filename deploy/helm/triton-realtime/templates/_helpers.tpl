@@ -8,7 +8,7 @@
 
 {{- define "realtime.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "realtime.labels" -}}
@@ -64,6 +64,12 @@ seccompProfile:
 {{- end -}}
 {{- if and .Values.serviceMonitor.enabled (not .Values.serviceMonitor.metricsKeySecret.name) -}}
 {{- fail "serviceMonitor.metricsKeySecret.name: required, a secret with a key made by `keys add --metrics`: without one /metrics answers 401" -}}
+{{- end -}}
+{{- if and (eq (int .Values.updateStrategy.maxSurge) 0) (eq (int .Values.updateStrategy.maxUnavailable) 0) -}}
+{{- fail "updateStrategy: maxSurge and maxUnavailable are both 0, so no update could go on. fix: maxUnavailable 1 without a spare GPU, maxSurge 1 with one" -}}
+{{- end -}}
+{{- if and .Values.persistence.enabled (has "ReadWriteOncePod" .Values.persistence.accessModes) (or (gt (int $most) 1) .Values.build.enabled) -}}
+{{- fail "persistence.accessModes: ReadWriteOncePod is for one pod alone, and there are several replicas, or a build beside them. fix: ReadWriteOnce on one node, ReadWriteMany on several" -}}
 {{- end -}}
 {{- if gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas) -}}
 {{- fail "autoscaling.minReplicas: above autoscaling.maxReplicas" -}}
