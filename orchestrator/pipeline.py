@@ -254,8 +254,12 @@ class Pipeline:
         must_hold = ride.key is not None and ride.key.hold_flagged
         # Of an API's prompt the size of the body is all that is known: whoever comes to pay has reserved by his own.
         size = len(ride.call.body) if any(tier.cloud is not None for tier in job.tiers) else 0
-        name = None if query.control.no_cache else (query.identity.exact_key, query.control, must_hold, size)
-        flight = self._flights.find(name)
+        name, flight = None, None
+        if not query.control.no_cache:
+            # What waits as a batch request does is no answer for who asks interactively; the other way round it is.
+            same = (query.identity.exact_key, query.control, must_hold, size)
+            name = (*same, job.priority)
+            flight = self._flights.find((*same, "interactive")) or self._flights.find(name)
         if flight is not None:
             ride.call.stages.enter("share")
         ride.output.cache = CacheFacts("miss") if flight is None else CacheFacts("exact", 1.0, 0.0, is_shared=True)
