@@ -231,6 +231,8 @@ class Dispatch:
         """The whole answer into `flight`, its last event too. Raises what the last attempt failed with."""
         flight.enter("route")
         sized = await self.size(job)
+        if job.vector is None and job.is_auto and self._quality is not None:
+            job.vector = await self._quality.find_vector(read_question(job.request), job.left_s)
         complexity = None if judging is None else await self._await_judgement(job, sized, judging)
         decision = self._decide(job, sized, complexity, is_asked=judging is not None)
         if decision.lifted_from is not None:
@@ -374,6 +376,13 @@ def read_turns(request: Request) -> list[Turn]:
     roles = {"developer": "system"}
     turns = [Turn(roles.get(message.role, message.role), message.text()) for message in request.messages]
     return [turn for turn in turns if turn.text]
+
+
+def read_question(request: Request) -> str:
+    """What the user asks last; empty where that is no text."""
+    if not isinstance(request, ChatRequest):
+        return request.prompt if isinstance(request.prompt, str) else ""
+    return next((each.text() for each in reversed(request.messages) if each.role == "user"), "")
 
 
 def load_tokenizers(tiers: Sequence[Tier], root: Path) -> dict[str, ChatTokenizer]:

@@ -256,8 +256,12 @@ class Pipeline:
         # Of an API's prompt the size of the body is all that is known: whoever comes to pay has reserved by his own.
         size = len(ride.call.body) if any(tier.cloud is not None for tier in job.tiers) else 0
         control = query.control
-        name = None if control.no_cache else (query.identity.exact_key, control.only_if_cached, must_hold, size)
-        flight = self._flights.find(name)
+        name, flight = None, None
+        if not control.no_cache:
+            # What waits as a batch request does is no answer for who asks interactively; the other way round it is.
+            same = (query.identity.exact_key, control.only_if_cached, must_hold, size)
+            name = (*same, job.priority)
+            flight = self._flights.find((*same, "interactive")) or self._flights.find(name)
         if flight is not None and flight.oldest_s > control.oldest_s:
             flight = None  # what it finds stored might be too old for this caller
         if flight is not None:

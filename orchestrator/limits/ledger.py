@@ -51,13 +51,15 @@ class Quota(NamedTuple):
 class Reserved(NamedTuple):
     """The answer of a ledger: whether there was room, its time, and what is used, with the reservation if there was.
 
-    `is_local` says that a stand-in made it, since the store was gone.
+    `is_local` says that a stand-in made it, since the store was gone. By its `name` a shared store knows whether it was
+    settled already.
     """
 
     granted: bool
     now_s: float
     fields: Fields
     is_local: bool = False
+    name: str = ""
 
 
 class Ledger(Protocol):

@@ -5,6 +5,7 @@ All three limits are looked at and taken in the same script, on the server's clo
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -44,8 +45,12 @@ end
 return {{granted, time[1], time[2], redis.call('HGETALL', KEYS[1])}}
 """
 
-# KEYS: the hash. ARGV: three fields, and what to add to each if it is there.
-_SETTLE = """
+# How long it is known that a reservation was settled: longer than anybody tries to, having lost the answer.
+_SETTLED_S = 180
+
+# KEYS: the hash, the mark. ARGV: three fields, and what to add to each if it is there. Once for a mark.
+_SETTLE = f"""
+if not redis.call('SET', KEYS[2], 1, 'NX', 'EX', {_SETTLED_S}) then return end
 for i = 1, 3 do
   if ARGV[i + 3] ~= '0' and redis.call('HEXISTS', KEYS[1], ARGV[i]) == 1 then
     if redis.call('HINCRBY', KEYS[1], ARGV[i], ARGV[i + 3]) < 0 then redis.call('HSET', KEYS[1], ARGV[i], 0) end
@@ -72,10 +77,11 @@ class RedisLedger:
         limits = ["" if limit is None else limit for limit in quota]
         granted, seconds, micros, held = await self._reserve(keys=[_PREFIX + account], args=[*limits, *amount])
         fields = {field.decode(): int(used) for field, used in zip(held[::2], held[1::2])}
-        return Reserved(bool(granted), int(seconds) + int(micros) / 1e6, fields)
+        return Reserved(bool(granted), int(seconds) + int(micros) / 1e6, fields, name=secrets.token_hex(8))
 
     async def settle(self, account: str, reserved: Reserved, change: Amount) -> None:
-        await self._settle(keys=[_PREFIX + account], args=[*fields_at(reserved.now_s), *change])
+        mark = f"{_PREFIX}settled:{reserved.name}"
+        await self._settle(keys=[_PREFIX + account, mark], args=[*fields_at(reserved.now_s), *change])
 
     async def close(self) -> None:
         await self._redis.aclose()

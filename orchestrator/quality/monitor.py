@@ -126,6 +126,10 @@ class Monitor:
     def cluster_of(self, vector: Vector | None) -> int | None:
         return None if vector is None else self._clusters.find(vector)
 
+    @property
+    def has_doubtful_clusters(self) -> bool:
+        return any(self.num_doubtful_clusters(tier) for tier in self._fingerprints)
+
     def num_doubtful_clusters(self, tier: str) -> int:
         tracks = list(self.tracks.items())  # read by the thread that tells metrics as well
         return sum(track.is_doubtful for (name, cluster), track in tracks if name == tier and cluster is not None)

@@ -28,6 +28,8 @@ log = logging.getLogger("orchestrator.quality")
 # What waits to be asked again: at most so many, each of a request of at most so many bytes.
 MAX_PENDING = 16
 MAX_REQUEST_BYTES = 64 << 10
+# What a request waits for its question's vector, as long as for the cache's.
+_EMBED_TIMEOUT_S = 0.2
 # How often samples of others are looked for, and how soon a new state is kept.
 _SYNC_PERIOD_S = 1.0
 _SAVE_PERIOD_S = 5.0
@@ -101,6 +103,16 @@ class Quality:
     def is_doubtful(self, tier: str, vector: Vector | None = None) -> bool:
         """Whether a question had better go to a tier above; `vector` is its unit vector, if it is at hand."""
         return self.monitor.is_doubtful(tier, vector)
+
+    async def find_vector(self, question: str, within_s: float | None = None) -> Vector | None:
+        """A question's unit vector; None at once where no cluster is in doubt, and where it takes too long."""
+        if not self.monitor.has_doubtful_clusters:
+            return None
+        timeout_s = _EMBED_TIMEOUT_S if within_s is None else min(_EMBED_TIMEOUT_S, within_s)
+        try:
+            return await asyncio.wait_for(embed_whole(self._embed, question), timeout_s)
+        except asyncio.TimeoutError:
+            return None
 
     def draw(self, tier: str, lifted_from: str | None) -> bool:
         """Whether this answer is one of the sample; each is asked about once."""

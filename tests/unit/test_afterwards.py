@@ -314,6 +314,25 @@ def test_auto_goes_a_tier_up_while_a_tier_is_doubtful_and_comes_back(world: Worl
     assert world.rt(sink)["tier"] == "simple"
 
 
+def test_a_doubtful_cluster_is_known_without_the_caches_vector(world: World) -> None:
+    embed = BagOfWords()
+
+    async def drift() -> None:
+        for number in range(220):
+            for text in ("What is the capital of France?", "Bake bread"):
+                is_good = text == "Bake bread" or number < 150
+                world.monitor.add(Sample("simple", await embed(text), is_good, time.time()))
+
+    asyncio.run(drift())
+    assert world.monitor.has_doubtful_clusters and not world.monitor.is_doubtful("simple", None)
+    for fields in ({}, {"temperature": 1.0}, {"n": 2}, {"seed": 1}, {"fresh": True}):
+        asked = {"model": "auto", **fields}
+        (doubtful,) = world.run(asked)
+        assert (doubtful.error, world.rt(doubtful)["tier"]) == (None, "medium"), fields
+        (other,) = world.run({"text": "Bake bread", **asked})
+        assert world.rt(other)["tier"] == "simple", fields
+
+
 def test_a_key_that_may_use_no_higher_tier_stays_where_it_is(world: World) -> None:
     for _ in range(60):
         world.monitor.add(Sample("simple", None, False, time.time()))

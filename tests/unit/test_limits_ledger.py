@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import BudgetError, LimitsUnavailableError, RateLimitError
 from orchestrator.limits.gate import Gate, Permit, Price
-from orchestrator.limits.guarded_ledger import PAUSE_S, GuardedLedger
+from orchestrator.limits.guarded_ledger import PAUSE_S, SETTLE_WITHIN_S, GuardedLedger
 from orchestrator.limits.keys import EVERYBODY, Key
 from orchestrator.limits.ledger import Amount, Ledger, MemoryLedger, Quota, Reserved, Standing
 from orchestrator.limits.redis_ledger import RedisLedger
@@ -305,7 +305,7 @@ def test_a_store_that_dies_and_comes_back() -> None:
         with pytest.raises(LimitsUnavailableError) as caught:
             await gate.reserve(money, Amount(1, 0, 100))
         assert caught.value.headers == {"retry-after": "1"}
-        await before.settle(Amount(1, 0, 50))  # lost; the reservation stands
+        await before.settle(Amount(1, 0, 50))  # later
         assert ledger.num_errors == 1  # the others did not even ask
         clock.now_s += PAUSE_S
         with pytest.raises(LimitsUnavailableError):
@@ -320,6 +320,65 @@ def test_a_store_that_dies_and_comes_back() -> None:
         assert asyncio.run(work()) == 2
     finally:
         server.stop()
+
+
+def test_what_could_not_be_settled_is_refunded_when_the_store_is_back(redis_url: str) -> None:
+    """Once, also where the store did as it was told and its answer was lost."""
+
+    class Stalls(RedisLedger):
+        mode = ""
+
+        async def settle(self, account: str, reserved: Reserved, change: Amount) -> None:
+            if self.mode == "gone":
+                raise OSError("gone")
+            await super().settle(account, reserved, change)
+            if self.mode == "lost":
+                raise OSError("the answer was lost")
+
+    async def work(mode: str) -> None:
+        clock, store = Clock(0.0), Stalls(redis_url)
+        ledger, asker = GuardedLedger(store, clock=clock), RedisLedger(redis_url)
+        account = f"stalls-{mode}-{os.getpid()}"
+        quota = Quota(nano_usd=1000)
+        store.mode = mode
+        for _ in range(2):
+            reserved = await ledger.reserve(account, quota, Amount(1, 0, 500))
+            await ledger.settle(account, reserved, Amount(0, 0, -450))
+            clock.now_s += PAUSE_S
+        assert not (await asker.reserve(account, quota, Amount(1, 0, 950))).granted
+        store.mode = ""
+        while ledger._unsettled or not (ledger._settling and ledger._settling.done()):
+            clock.now_s += PAUSE_S
+            await asyncio.sleep(0.02)
+        held = await asker.reserve(account, Quota(), Amount())
+        assert sum(used for field, used in held.fields.items() if field.startswith("m")) == 100
+        await ledger.close()
+        await asker.close()
+
+    for mode in ("gone", "lost"):
+        asyncio.run(work(mode))
+
+
+def test_what_cannot_be_settled_for_long_stays_as_it_was_reserved() -> None:
+    class Gone(MemoryLedger):
+        num_asked = 0
+
+        async def settle(self, account: str, reserved: Reserved, change: Amount) -> None:
+            self.num_asked += 1
+            raise OSError("gone")
+
+    async def work() -> int:
+        clock, store = Clock(0.0), Gone()
+        ledger = GuardedLedger(store, clock=clock)
+        reserved = await ledger.reserve("k", Quota(), Amount(1, 0, 500))
+        await ledger.settle("k", reserved, Amount(0, 0, -450))
+        clock.now_s += SETTLE_WITHIN_S + 1
+        assert ledger._settling is not None
+        await ledger._settling
+        await ledger.close()
+        return store.num_asked
+
+    assert asyncio.run(work()) == 1
 
 
 def test_a_store_that_hangs_costs_its_timeout_once() -> None:

@@ -480,6 +480,29 @@ def test_the_log_has_the_cost_that_somebody_was_charged(
     assert round(line["cost_usd"] * 1e9) == charged and bool(charged) == num_paid
 
 
+def test_who_asks_interactively_does_not_wait_with_a_batch_request(make_world: MakeWorld) -> None:
+    world = make_world(exact_cache(), max_running_requests=1)
+    world.add("slow", priority="batch", tenant="everything-tenant")
+    order: list[str] = []
+
+    async def ask(name: str, label: str, script: dict[str, Any]) -> None:
+        await world.run(name, script, temperature=0)
+        order.append(label)
+
+    async def work() -> None:
+        tasks = []
+        for name, label in (("slow", "runs"), ("slow", "first"), ("slow", "same"), ("everything", "same, now")):
+            script = {"text": label[:4], "itl_ms": 10}
+            tasks.append(asyncio.create_task(ask(name, label, script)))
+            await asyncio.sleep(0.002)
+        tasks.append(asyncio.create_task(ask("slow", "same, batch again", {"text": "same", "itl_ms": 10})))
+        await asyncio.gather(*tasks)
+
+    asyncio.run(work())
+    assert order[:2] == ["runs", "same, now"] and order[2] == "same, batch again"  # which may ride with it
+    assert len(world.engines.requests) == 4
+
+
 def test_a_deadline_ends_one_callers_wait_alone(sharing_world: World) -> None:
     world = sharing_world
 
