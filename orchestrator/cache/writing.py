@@ -30,10 +30,10 @@ _AROUND = ' .?"“”„«»`'
 _BEFORE, _AFTER = "¿¡'\"`“”‘’«»", ".,;:!?'\"`“”‘’«»…"
 _QUOTED = re.compile(r"\"[^\"]*\"|“[^”]*”|«[^»]*»|„[^“”]*[“”]|`[^`]*`")
 _QUOTE = re.compile(r"[\"“”„«»`]|(?<!\w)'|'(?!\w)")
-# What stands behind such an order's colon is what it is done to.
+# What stands behind such an order's colon, or behind "this sentence:", is what it is done to.
 _ORDER = re.compile(
-    r"^(?:\w+ )?(?:translate|correct|spell|fix|rewrite|rephrase|reverse|proofread|check|make|write|count|classify)\b"
-    r"[^:]*: (.+)",
+    r"^(?:(?:\w+ )?(?:translate|correct|spell|fix|rewrite|rephrase|reverse|proofread|check|make|write|count|classify)\b"
+    r"[^:]*|[^:]*\b(?:sentence|phrase|paragraph|text|passage|word|verse|line|code)s?): ([\"“„«`].+[\"“”»`]|.+)",
     re.IGNORECASE | re.DOTALL,
 )
 # A question about a word itself.

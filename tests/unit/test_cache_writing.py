@@ -45,6 +45,7 @@ from orchestrator.cache.writing import rejecting_writing
         ("What does :) mean?", "What does :( mean?", "identifier"),
         ("What does ≤ mean?", "What does ≥ mean?", "identifier"),
         ("Translate into Spanish: the dog", "Translate into Spanish: a dog", "words"),
+        ("What's wrong with this sentence: he go", "What's wrong with this sentence: he goes", "words"),
         ('What tense is "I walk"?', 'What tense is "I walked"?', "words"),
         ("What is the plural of mouse?", "What is the plural of mice?", "words"),
         ("Jak włączyć tryb ciemny?", "Jak wyłączyć tryb ciemny?", "language"),
