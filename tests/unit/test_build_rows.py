@@ -162,7 +162,7 @@ def test_tiers_of_cpu_go_from_cheap_to_dear() -> None:
             r"tiers: 'simple' uses model 'llm_large'; engines here: llm_s",
         ),
         (
-            "max_queue_delay_microseconds = 0",
+            "max_queue_delay_microseconds = 2000",
             "max_queue_delay_microseconds = 2001",
             r"embedding_tokenizer\.max_queue_delay_microseconds: .*less than or equal to 2000 \(got 2001\)",
         ),
