@@ -25,10 +25,14 @@ from build.model_rows import AnyModelRow, EmbedderRow, ModelRow
 from build.profiles import find_size_fault
 from build.rows import TargetRow, TritonModel
 
+# Ampere (support matrix of TensorRT-LLM 1.2).
+FIRST_TRTLLM = (8, 0)
 FP8_WEIGHTS = ("fp8", "w4a8_awq")
 AWQ = ("int4_awq", "w4a8_awq")
 AWQ_BLOCK = 128  # quantize.py --awq_block_size
 SIXTEEN_BITS = ("bf16", "fp16")
+# The backend's tree of drafts where no other is named (mc_sim_7b_63): its nodes, and how deep it is.
+MEDUSA_NODES, MEDUSA_DEPTH = 63, 4
 # The engine workflow ends with 1.3.0rc20 (release notes); its flags here are those of 1.2.
 ENGINE_VERSIONS = "1.2."
 # Its contract here is that of 1.2.1; earlier, cancelled requests piled up (TensorRT-LLM#8131).
@@ -99,6 +103,11 @@ def _graph_faults(parameters: PlanParameters | OnnxParameters, model: AnyModelRo
 def _machine_faults(
     parameters: TensorRTLLMParameters, settings: TritonModel, gpu: Gpu, container: Container
 ) -> Iterator[str]:
+    if gpu.architecture < FIRST_TRTLLM:
+        yield (
+            f"parameters.engine is 'tensorrt_llm'; {gpu.name} has SM {gpu.sm}, and TensorRT-LLM 1.2 needs 8.0 or later "
+            "(BF16 came with it)"
+        )
     if gpu.architecture < FIRST_FP8:
         if parameters.precision in FP8_WEIGHTS:
             yield (
@@ -232,6 +241,18 @@ def _engine_faults(parameters: TensorRTLLMParameters, settings: TritonModel) -> 
             "parameters.speculation.method is 'eagle'; its checkpoint needs a converter whose flags are not in our "
             "copy of NVIDIA's contract; allowed with runtime 'engine': 'lookahead', 'draft_target', 'medusa'"
         )
+    if isinstance(parameters.speculation, Lookahead) and parameters.max_draft_len < 1:
+        yield (
+            "parameters.speculation is a lookahead of no draft token; allowed: ngram_size above 1, and window_size or "
+            "verification_set_size too"
+        )
+    if isinstance(parameters.speculation, Medusa):
+        medusa = parameters.speculation
+        if medusa.max_draft_len != MEDUSA_NODES or medusa.num_heads < MEDUSA_DEPTH:
+            yield (
+                f"parameters.speculation has num_heads {medusa.num_heads} and max_draft_len {medusa.max_draft_len}; "
+                f"the backend's tree of drafts takes {MEDUSA_DEPTH} heads or more, and {MEDUSA_NODES} draft tokens"
+            )
     if isinstance(parameters.speculation, NGram):
         yield (
             "parameters.speculation.method is 'ngram', which TensorRT-LLM has in its PyTorch runtime alone; allowed "

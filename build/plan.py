@@ -2,7 +2,7 @@
 
     free   = GPU memory - sum over its engines of (weights + activations + runtime) - what its TensorRT plans may take
     pool   = kv_cache_share of that, in whole blocks; with several GPUs what the fullest one allows
-    floors = bytes to read ÷ bandwidth, operations ÷ peak: no run can be faster, real ones are slower
+    floors = bytes to read or exchange ÷ bandwidth, operations ÷ peak: no run can be faster, real ones are slower
 
 A target whose engines do not fit, or whose pool is smaller than one sequence, is refused with the sum.
 """
@@ -118,7 +118,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """One engine; bytes are of one GPU, of one instance. `speculative_gain` is None where no formula tells it."""
+    """One engine; bytes are of one GPU, of one instance. `speculative_gain` is None where no formula tells it.
+
+    It `needs_drafts` where they come with each request, and nobody here sends them.
+    """
 
     model: str
     precision: str
@@ -140,6 +143,7 @@ class EnginePlan:
     tokens_per_s_ceiling: float
     cost_floor_per_million_tokens: float
     speculative_gain: float | None
+    needs_drafts: bool
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,7 @@ class Plan:
     num_replicas: int
     cost_per_month: float
     tokens_per_day_ceiling: float
+    interconnect: str
     lengths: Lengths
     free_bytes: dict[int, int]
     engines: dict[str, EnginePlan]
@@ -213,6 +218,7 @@ def make_plan(
         num_replicas=num_replicas,
         cost_per_month=cost_per_month(gpu.price_per_hour, num_gpus),
         tokens_per_day_ceiling=tokens_per_day(1, num_replicas * _tokens_per_s(target, plans)),
+        interconnect=gpu.interconnect,
         lengths=lengths,
         free_bytes=free,
         engines=plans,
@@ -348,6 +354,7 @@ def _plan_engine(
         tokens_per_s_ceiling=tokens_per_s,
         cost_floor_per_million_tokens=cost_per_million(price, tokens_per_s),
         speculative_gain=_gain(parameters, models, gpu, itl_ms, context),
+        needs_drafts=isinstance(parameters.speculation, DraftTarget) and parameters.runtime == "engine",
     )
 
 
@@ -379,8 +386,11 @@ def prefill_floor_ms(model: Architecture, parameters: TensorRTLLMParameters, gpu
     matrices = 2 * model.num_layer_weights * num_tokens
     # Scores and weighted values, 2 operations each, over half of all pairs.
     attention = 2 * model.num_layers * model.num_attention_heads * model.head_dim * num_tokens**2
-    seconds = matrices / _peak(parameters.precision, gpu) + attention / (gpu.fp16_tflops * 1e12)
-    return (seconds + 2 * model.num_embedding_weights / (gpu.fp16_tflops * 1e12)) / parameters.tp_size * 1000
+    # trtllm-build --use_fp8_context_fmha: with FP8 weights attention computes in FP8, too.
+    attention_peak = _peak("fp8" if parameters.precision == "fp8" else "fp16", gpu)
+    seconds = matrices / _peak(parameters.precision, gpu) + attention / attention_peak
+    seconds += 2 * model.num_embedding_weights / _peak("fp16", gpu)
+    return max(seconds / parameters.tp_size, _exchange_s(model, parameters, gpu, num_tokens)) * 1000
 
 
 def decode_floor_ms(
@@ -388,12 +398,23 @@ def decode_floor_ms(
 ) -> float:
     """A step of `batch` sequences of `context` tokens: weights and KV are read, or the operations if those are longer.
 
-    Pipeline stages come one after another, so only `tp_size` divides.
+    With pipeline stages each works on a part of the batch, all at once; a token goes through one after another, so over
+    all of them it is the weights and the KV of such a part.
     """
-    kv = kv_bytes_per_token(model, KV_BYTES[parameters.kv_cache_precision]) * context * batch
+    batch_of_stage = max(batch / parameters.pp_size, 1)
+    kv = kv_bytes_per_token(model, KV_BYTES[parameters.kv_cache_precision]) * context * batch_of_stage
     read = matrix_bytes(model, parameters.precision) + 2 * model.num_embedding_weights + kv
-    compute = 2 * batch * model.num_layer_weights / _peak(parameters.precision, gpu)
-    return max(read / (gpu.memory_gb_per_s * 1e9), compute) / parameters.tp_size * 1000
+    compute = 2 * batch_of_stage * model.num_layer_weights / _peak(parameters.precision, gpu)
+    seconds = max(read / (gpu.memory_gb_per_s * 1e9), compute) / parameters.tp_size
+    return max(seconds, _exchange_s(model, parameters, gpu, batch_of_stage)) * 1000
+
+
+def _exchange_s(model: Architecture, parameters: TensorRTLLMParameters, gpu: Gpu, num_tokens: float) -> float:
+    """Of the GPUs of tensor parallelism: each sends its sums of two products a layer, in 16 bits, at least once."""
+    if parameters.tp_size == 1:
+        return 0.0
+    one_way = gpu.interconnect_gb_per_s / 2 * 1e9
+    return 2 * model.num_layers * 2 * model.hidden_size * num_tokens / one_way
 
 
 def _gain(

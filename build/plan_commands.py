@@ -5,7 +5,7 @@
     verify  the plan against ONNX Runtime on the same inputs (`build.verify_plan`)
 
 Each is kept by what decides it: the model's row with its sources' hashes, precision and profiles, our code, the
-container's versions, GPU name and SM.
+versions of container and packages, GPU name and SM.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from importlib import metadata
 from pathlib import Path
 
 from build.engine_rows import OnnxParameters, PlanParameters
@@ -44,7 +45,8 @@ def make_graph(engine: str, parameters: PlanParameters | OnnxParameters, model: 
             *("--engine", engine, "--model", model.name, "--precision", parameters.precision),
             *("--output_dir", Output()),
         ),
-        versions={"row": hashlib.sha256(row.encode()).hexdigest()[:16], "code": hash_code(GRAPH_CODE)},
+        versions={"row": hashlib.sha256(row.encode()).hexdigest()[:16], "code": hash_code(GRAPH_CODE)}
+        | tool_versions("ml-dtypes", "numpy", "onnx", "onnxruntime-gpu", "safetensors", "tokenizers"),
         files=("graph.onnx", "model.onnx", "samples.npz"),
     )
 
@@ -86,7 +88,7 @@ def verify_plan(
             *("--plan", build_plan(name, settings, parameters, model, gpu, container)),
             *("--graph", make_graph(_engine(settings), parameters, model), "--output_dir", Output()),
         ),
-        versions={"code": hash_code(("verify_plan.py",))},
+        versions={"code": hash_code(("verify_plan.py",))} | tool_versions("numpy", "onnx", "onnxruntime-gpu"),
         files=(VERIFIED,),
     )
 
@@ -94,6 +96,18 @@ def verify_plan(
 def _engine(settings: TritonModel) -> str:
     assert settings.parameters is not None
     return settings.parameters.engine
+
+
+@functools.cache
+def tool_versions(*packages: str) -> dict[str, str]:
+    """Of packages that a result depends on; a machine that only prints commands may lack some."""
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
 
 
 @functools.cache

@@ -14,11 +14,14 @@ from build.rows import TargetRow, load_models, load_target
 
 def run_plan(argv: list[str]) -> int:
     """`python -m build plan`: print the plan of a target; raises `BuildError` when it does not fit."""
+    usual = Lengths()
     parser = argparse.ArgumentParser(prog="python -m build plan", description="What a GPU target holds and costs.")
     parser.add_argument("--target", required=True, help="a target with a GPU")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many there are (default: the row's gpu.count)")
-    parser.add_argument("--input-tokens", type=int, default=Lengths().input_tokens, metavar="N", help="of a request")
-    parser.add_argument("--output-tokens", type=int, default=Lengths().output_tokens, metavar="N", help="of its answer")
+    parser.add_argument("--input-tokens", type=int, metavar="N", help=f"of a request (default: {usual.input_tokens})")
+    parser.add_argument(
+        "--output-tokens", type=int, metavar="N", help=f"of its answer (default: {usual.output_tokens})"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     for name in ("gpus", "input_tokens", "output_tokens"):
@@ -27,11 +30,21 @@ def run_plan(argv: list[str]) -> int:
     target = load_target(arguments.target)
     models = load_models(target)
     check_pairs(target, models)
-    lengths = Lengths(arguments.input_tokens, arguments.output_tokens)
+    usual = _usual_lengths(target)
+    lengths = Lengths(arguments.input_tokens or usual.input_tokens, arguments.output_tokens or usual.output_tokens)
     _check_lengths(target, lengths)
     plan = make_plan(target, models, lengths, arguments.gpus)
     print(json.dumps(dataclasses.asdict(plan)) if arguments.json else as_table(plan))
     return 0
+
+
+def _usual_lengths(target: TargetRow) -> Lengths:
+    """The default ones, or shorter where an engine takes no such requests."""
+    usual = Lengths()
+    for _, parameters in target.trtllm_engines.values():
+        input_tokens = min(usual.input_tokens, parameters.max_input_len, max(parameters.max_seq_len - 1, 1))
+        usual = Lengths(input_tokens, min(usual.output_tokens, max(parameters.max_seq_len - input_tokens, 1)))
+    return usual
 
 
 def _check_lengths(target: TargetRow, lengths: Lengths) -> None:
@@ -54,7 +67,8 @@ def as_table(plan: Plan) -> str:
     lines = [
         f"{plan.target}: {plan.num_gpus} x {plan.gpu}, replicas: {plan.num_replicas}{idle}, "
         f"${plan.cost_per_month:,.0f} a month, {plan.tokens_per_day_ceiling / 1e9:.2f} billion tokens a day at most",
-        f"free for KV caches: {free}; requests of {requests}",
+        f"free for KV caches: {free}; requests of {requests}"
+        + (f"; GPUs are joined by {plan.interconnect}" if len(plan.free_bytes) > 1 else ""),
         "Floors and ceilings are what the hardware allows at best; nothing here was measured.",
     ]
     for name, engine in plan.engines.items():
@@ -79,5 +93,6 @@ def _rows(engine: EnginePlan) -> list[tuple[str, str]]:
         ("cost of a million tokens, at least", f"${engine.cost_floor_per_million_tokens:.3f}"),
     ]
     if engine.speculative_gain is not None:
-        rows.append(("expected speculative gain", f"{engine.speculative_gain:.2f}x"))
+        note = " if drafts came with the requests; none do yet: 1.00x" if engine.needs_drafts else ""
+        rows.append(("expected speculative gain", f"{engine.speculative_gain:.2f}x{note}"))
     return rows

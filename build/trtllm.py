@@ -21,7 +21,7 @@ from build.gpu_rows import Container, Gpu
 from build.lora import MODULES as LORA_MODULES
 from build.model_rows import Checkpoint, ModelRow
 from build.pairs import AWQ_BLOCK, SIXTEEN_BITS
-from build.plan_commands import VERIFIED, hash_code
+from build.plan_commands import VERIFIED, hash_code, tool_versions
 from build.products import InCache, Output, Product, of_ours
 from build.rows import TritonModel
 
@@ -161,7 +161,7 @@ def verify_engine(
             *("--checkpoint", fetch_checkpoint(model.checkpoint), "--precision", parameters.precision),
             *("--end_id", str(model.token_ids.end), "--output_dir", Output()),
         ),
-        versions={"code": hash_code(("verify_engine.py",))},
+        versions={"code": hash_code(("verify_engine.py",))} | tool_versions("numpy", "torch", "transformers"),
         files=(VERIFIED,),
     )
 

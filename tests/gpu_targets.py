@@ -40,7 +40,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
         "max_draft_len": 5,
         "acceptance_rate": 0.8,
     },
-    "medusa": {"method": "medusa", "heads": WEIGHTS, "num_heads": 3, "max_draft_len": 63},
+    "medusa": {"method": "medusa", "heads": WEIGHTS, "num_heads": 4, "max_draft_len": 63},
     "eagle": {"method": "eagle", "draft": WEIGHTS, "max_draft_len": 5, "acceptance_rate": 0.8},
     "ngram": {"method": "ngram", "max_draft_len": 5, "max_matching_ngram_size": 3, "acceptance_rate": 0.5},
 }

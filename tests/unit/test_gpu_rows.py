@@ -149,6 +149,18 @@ NEITHER = {"enable_kv_cache_reuse": False, "enable_chunked_context": False, "max
             {"speculation": SPECULATION["eagle"]},
             r"speculation\.method is 'eagle'; .*'lookahead', 'draft_target'",
         ),
+        (
+            "h100",
+            {},
+            {"speculation": SPECULATION["medusa"] | {"num_heads": 1, "max_draft_len": 2}},
+            r"num_heads 1 and max_draft_len 2; the backend's tree of drafts takes 4 heads or more, and 63 draft tokens",
+        ),
+        (
+            "h100",
+            {},
+            {"speculation": {"method": "lookahead", "window_size": 1, "ngram_size": 1, "verification_set_size": 1}},
+            r"speculation is a lookahead of no draft token",
+        ),
         ("h100", {}, {"speculation": SPECULATION["ngram"]}, r"speculation\.method is 'ngram'"),
         ("h100", {}, {"speculation": SPECULATION["medusa"] | {"max_draft_len": 64}}, r"64 draft tokens each has 8320"),
         (
@@ -229,6 +241,14 @@ def test_a_model_without_the_weights_that_its_engine_needs() -> None:
         BuildError, match="cpu.toml: models.llm_small.model is 'smollm2-135m-instruct', whose row has no `g"
     ):
         check_pairs(cpu, plain)
+
+
+def test_a_gpu_that_is_too_old() -> None:
+    target, models = alone("a100-40g", precision="bf16", kv_cache_precision="auto")
+    assert target.gpu is not None
+    old = target.model_copy(update={"gpu": target.gpu.model_copy(update={"sm": "7.5"})})
+    with pytest.raises(BuildError, match=r"has SM 7\.5, and TensorRT-LLM 1\.2 needs 8\.0 or later"):
+        check_pairs(old, models)
 
 
 def test_a_model_of_another_kind_is_the_targets_fault(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from build.plan import (
     tokens_per_day,
     tokens_per_step,
 )
+from build.plan_report import _usual_lengths
 from build.rows import HERE, load_models, load_target
 from orchestrator.config import read_toml
 
@@ -147,6 +148,43 @@ def test_floors_scale_as_physics_says() -> None:
     assert short.itl_floor_ms == pytest.approx(14.7, abs=0.1)
 
 
+def test_pipeline_stages_work_side_by_side() -> None:
+    target, models = alone("h100", tp_size=1, pp_size=2)
+    plan = make_plan(target, models).engines["llm_large"]
+    # Two parts of 64: each stage reads half of the weights and the KV of 64 sequences.
+    assert plan.max_sequences == 128
+    assert plan.itl_floor_full_batch_ms == pytest.approx(25.1, abs=0.1)
+    assert plan.tokens_per_s_ceiling == pytest.approx(5096, rel=0.005)
+
+
+def test_attention_of_fp8_weights_is_fp8() -> None:
+    def prefill(precision: str) -> float:
+        plan = make_plan(*alone("h200", precision=precision), Lengths(4096, 256)).engines["llm_large"]
+        return plan.prefill_floor_ms
+
+    numbers = architecture("llama-3.1-70b-instruct").architecture
+    operations = 2 * numbers.num_layer_weights * 4096 + 2 * 80 * 8192 * 4096**2
+    head = 2 * numbers.num_embedding_weights / 989.4e12
+    assert prefill("fp8") == pytest.approx((operations / 1978.9e12 + head) * 1000, rel=1e-3)
+
+
+def test_sums_are_exchanged_between_gpus() -> None:
+    fast = make_plan(*alone("h100", tp_size=2)).engines["llm_large"]
+    target, models = alone("h100", tp_size=2)
+    assert target.gpu is not None
+    slow_gpu = target.gpu.model_copy(update={"interconnect": "pcie", "interconnect_gb_per_s": 64.0})
+    slow = make_plan(target.model_copy(update={"gpu": slow_gpu}), models).engines["llm_large"]
+    # 1,024 tokens: two products of 80 layers, 8,192 sums of 2 bytes each, at 32 GB/s.
+    assert slow.prefill_floor_ms == pytest.approx(1024 * 80 * 2 * 8192 * 2 / 32e9 * 1000)
+    assert fast.prefill_floor_ms < slow.prefill_floor_ms / 2
+
+
+def test_lengths_that_nobody_gave_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    target, _ = vary("l4", max_input_len=512, max_seq_len=600)
+    assert _usual_lengths(target) == Lengths(512, 88)
+    assert _usual_lengths(load_target("l4")) == Lengths()
+
+
 def test_an_engine_that_does_not_fit_is_refused_with_the_sum() -> None:
     target, models = vary("l4", settings={"model": "llama-3.1-70b-instruct"})
     with pytest.raises(BuildError) as caught:
@@ -198,7 +236,7 @@ def test_a_draft_model_costs_what_it_reads() -> None:
 def test_medusa_heads_are_part_of_the_weights() -> None:
     plain = make_plan(*alone("h200")).engines["llm_large"]
     medusa = make_plan(*alone("h200", speculation=SPECULATION["medusa"], max_num_tokens=8192)).engines["llm_large"]
-    assert medusa.weight_bytes - plain.weight_bytes == 2 * 3 * (8192**2 + 128256 * 8192)
+    assert medusa.weight_bytes - plain.weight_bytes == 2 * 4 * (8192**2 + 128256 * 8192)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,16 @@ def names_of(target: TargetRow, model: str = "embedding_encoder") -> list[str]:
     """Names of what is made for a model, with their hashes."""
     job = make_job(model, target, load_models(target), Path("repository"), CACHE)
     return [product.path(CACHE).name for _, product in find_products(job)]
+
+
+def test_another_version_of_a_tool_makes_a_graph_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = names_of(vary())
+    plan_commands.tool_versions.cache_clear()
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda package: "9.9" if package == "onnx" else real(package))
+    after = names_of(vary())
+    plan_commands.tool_versions.cache_clear()
+    assert not set(before) & set(after)
 
 
 @pytest.mark.parametrize("name", ["l4", "a100-40g", "h100"])

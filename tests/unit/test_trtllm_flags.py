@@ -174,7 +174,7 @@ def has(script: str, words: str) -> bool:
         ({"speculation": SPECULATION["lookahead"], "max_num_tokens": 16384}, "--max_draft_len 83"),
         ({"speculation": SPECULATION["draft_target"]}, "--speculative_decoding_mode draft_tokens_external"),
         ({"speculation": SPECULATION["medusa"], "max_num_tokens": 8192}, "--speculative_decoding_mode medusa"),
-        ({"speculation": SPECULATION["medusa"], "max_num_tokens": 8192}, "--num_medusa_heads 3 --max_draft_len 63"),
+        ({"speculation": SPECULATION["medusa"], "max_num_tokens": 8192}, "--num_medusa_heads 4 --max_draft_len 63"),
     ],
 )
 def test_what_a_row_says_is_in_the_command(parameters: dict[str, Any], words: str) -> None:
