@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from asyncio import BaseTransport, TimerHandle
 from typing import Any
 
@@ -13,6 +14,10 @@ WRITE_S = 30.0
 # From the whole request to the answer, which is not ours alone: what reads the request may give it up without a word.
 HANDSHAKE_S = 30.0
 
+# uvicorn notes each handshake with its whole address, and some clients put their key there.
+_logger = logging.getLogger("uvicorn.error.web_socket")
+_logger.setLevel(logging.WARNING)
+
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
     """One connection, after its handshake was read by `orchestrator.gateway.protocol`."""
@@ -23,6 +28,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     _handshake_timer: TimerHandle | None = None
 
     def connection_made(self, transport: BaseTransport) -> None:
+        self.logger = _logger
         super().connection_made(transport)
         self._handshake_timer = self.loop.call_later(self.handshake_s, self._end_handshake)
 
