@@ -84,7 +84,7 @@ _DIGITS = re.compile(r"[0-9]+(?:[ -][0-9]+)*")
 _GROUP = re.compile(r"[0-9]+")
 _MIN_CARD, _MAX_CARD = 12, 19
 # Other gaps, those of tables, lists and decimals too: they count only all alike, between the groups of a card.
-_GAP = r"[./]|[ \t]{2,4}|[ \t]{0,2}\r?\n[ \t]{0,4}"
+_GAP = r"[./]|,[ \t]?|[ \t]?\|[ \t]?|[ \t]{2,4}|[ \t]{0,2}\r?\n[ \t]{0,4}"
 _GROUPED = re.compile(
     rf"(?<![0-9])(?:[0-9]{{4}}(?P<gap>{_GAP})[0-9]{{4}}(?P=gap)[0-9]{{4}}(?P=gap)[0-9]{{4}}"
     rf"(?P<last>(?P=gap)[0-9]{{3}})?(?![0-9])(?!(?P=gap)[0-9]{{4}}(?![0-9]))"
@@ -94,7 +94,9 @@ _GROUPED = re.compile(
 _COLUMN = re.compile(rf"(?<![0-9])[0-9]{{4}}(?:{_GAP})\Z")
 _REACH = 16  # characters of a group and a gap, and one more
 # The digits of a card and of the group behind it that may still come, and a gap that may be half.
-_OPEN_CARD = re.compile(rf"[0-9](?:(?:[ -]|{_GAP})?[0-9]){{0,23}}(?:[./-]|[ \t]{{0,4}}(?:\r?\n?[ \t]{{0,4}}))\Z")
+_OPEN_CARD = re.compile(
+    rf"[0-9](?:(?:[ -]|{_GAP})?[0-9]){{0,23}}(?:[./-]|,[ \t]?|[ \t]?\|[ \t]?|[ \t]{{0,4}}(?:\r?\n?[ \t]{{0,4}}))\Z"
+)
 # Digits of other scripts and widths, spaces and dashes (NFKC, and beyond): a character for a character.
 _FOREIGN = re.compile(
     "(?![0-9])\\d|[\u00a0\u2000-\u200a\u202f\u205f\u3000]|[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]|[\u2024\uff0e\uff0f]"
