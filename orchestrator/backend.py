@@ -14,6 +14,7 @@ from orchestrator.config import Tiers
 from orchestrator.errors import (
     ApiError,
     CloudError,
+    CloudRequestError,
     CloudTimeoutError,
     EngineError,
     EngineStopError,
@@ -163,5 +164,6 @@ def judge(error: ApiError) -> Verdict:
 
 
 def may_go_elsewhere(error: ApiError) -> bool:
-    """Whether another tier might do better: what a caller did wrong is wrong everywhere."""
-    return judge(error) != "neutral" or isinstance(error, (OverloadedError, TierUnavailableError))
+    """Whether another tier might do better: what a caller did wrong is wrong everywhere, but APIs have rules of their
+    own."""
+    return judge(error) != "neutral" or isinstance(error, (OverloadedError, TierUnavailableError, CloudRequestError))

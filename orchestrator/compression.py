@@ -27,11 +27,19 @@ MAX_PASSAGES = 64
 # How much being near the last turn counts, the rest of 1 being unlike what is kept already.
 RELEVANCE = 0.5
 
-_CODE = re.compile(r"(```.*?(?:```|\Z))", re.DOTALL)
+# What is nothing without its whole, as CommonMark and its tables write it: fenced code (also within a line), lines that
+# are indented after an empty one, and rows between bars.
+_CODE = re.compile(
+    r"(```.*?(?:```|\Z)"
+    r"|^[ ]{0,3}~~~.*?(?:^[ ]{0,3}~~~[^\n]*|\Z)"
+    r"|(?:(?<=\n\n)|\A)(?:(?:[ ]{4}|\t)[^\n]*(?:\n+|\Z))+"
+    r"|(?:^[ ]{0,3}\|[^\n]*\|[ \t]*(?:\n|\Z)){2,})",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 class Passage(NamedTuple):
-    """Neighbouring sentences of one message. `is_fixed`: it is code, which is nothing without its whole."""
+    """Neighbouring sentences of one message. `is_fixed`: it is code or a table, which is nothing without its whole."""
 
     message: int
     text: str

@@ -3,7 +3,8 @@
     ApiError
     ├── InvalidRequestError      400  the caller: fix the field named in `param`
     │   ├── ContextWindowError        prompt and answer are more than the tier's window
-    │   └── NoToolParserError         its model takes no tools
+    │   ├── NoToolParserError         its model takes no tools
+    │   └── CloudRequestError         the API behind a cloud tier does not take it; another tier may
     ├── UnauthorizedError        401  the caller: send a valid key
     ├── NotAllowedError          403  the caller: ask for what the key allows
     ├── ModelNotFoundError       404  the caller: ask for a model that exists
@@ -89,6 +90,10 @@ class ContextWindowError(InvalidRequestError):
 
 
 class NoToolParserError(InvalidRequestError):
+    pass
+
+
+class CloudRequestError(InvalidRequestError):
     pass
 
 

@@ -109,6 +109,12 @@ def choose(probabilities: Sequence[float], threshold: float) -> int:
     return next((place for place, tier in enumerate(TIERS) if complexity.suffices(tier) >= threshold), len(TIERS) - 1)
 
 
+def _choice_scores(judged: Sequence[Judged]) -> Scores:
+    """Of what the router itself takes at its own threshold; how sure it is, is the classifier's."""
+    chosen = np.eye(len(TIERS))[[choose(each.probabilities, Routing().threshold) for each in judged]]
+    return score(chosen, _labels(judged))._replace(ece=_scores(judged).ece)
+
+
 def _choice_rates(judged: Sequence[Judged], threshold: float) -> dict[str, float]:
     off = np.array([choose(each.probabilities, threshold) - each.row.label for each in judged])
     rates = {"accuracy": off == 0, "under1_rate": off == -1, "under2_rate": off <= -2, "over_rate": off > 0}
@@ -120,7 +126,7 @@ def _labels(judged: Sequence[Judged]) -> npt.NDArray[np.int64]:
 
 
 def _describe_error(judged: Judged) -> str:
-    found = int(np.argmax(judged.probabilities))
+    found = choose(judged.probabilities, Routing().threshold)
     if found == judged.row.label:
         return ""
     shares = " ".join(f"{share:.2f}" for share in judged.probabilities)
@@ -162,10 +168,10 @@ def _table(judged: Sequence[Judged]) -> str:
         **_groups(judged, _length),
         **_groups(judged, lambda each: f"  {'one turn' if len(each.row.messages) == 1 else 'more turns'}"),
     }
-    rows = [_row(name, _scores(group)) for name, group in groups.items()]
-    return format_table(
-        _HEADER, [*rows, _row("all", _scores(judged)), _row("all, by words and length", _heuristic_scores(judged))]
-    )
+    rows = [_row(name, _choice_scores(group)) for name, group in groups.items()]
+    rows.append(_row("all", _choice_scores(judged)))
+    rows.append(_row("all, the most probable tier", _scores(judged)))
+    return format_table(_HEADER, [*rows, _row("all, by words and length", _heuristic_scores(judged))])
 
 
 def _result(judged: Sequence[Judged], data: Path) -> dict[str, Any]:
@@ -177,10 +183,11 @@ def _result(judged: Sequence[Judged], data: Path) -> dict[str, Any]:
     return {
         "command": "router-quality",
         "data": data.name,
-        **_scores(judged).rounded(),
+        **_choice_scores(judged).rounded(),
+        "most_probable": _scores(judged).rounded(),
         "thresholds": {f"{threshold:.2f}": _choice_rates(judged, threshold) for threshold in THRESHOLDS},
         "heuristic": _heuristic_scores(judged).rounded(),
-        "languages": {language: _scores(group).rounded() for language, group in languages.items()},
+        "languages": {language: _choice_scores(group).rounded() for language, group in languages.items()},
         "read_ms": times([each.read_ms for each in judged]),
         "judge_ms": times([each.judge_ms for each in judged]),
     }

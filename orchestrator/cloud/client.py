@@ -25,8 +25,8 @@ from orchestrator.errors import (
     ApiError,
     CloudError,
     CloudRefusalError,
+    CloudRequestError,
     CloudTimeoutError,
-    InvalidRequestError,
     OverloadedError,
 )
 
@@ -179,7 +179,7 @@ def explain_status(tier: str, status: int, message: str, retry_after: str) -> Ap
     The message is shown only where the caller can act.
     """
     if status in (400, 413, 422):
-        return InvalidRequestError(f"tier {tier!r}: the API refused the request with {status}: {message}")
+        return CloudRequestError(f"tier {tier!r}: the API refused the request with {status}: {message}")
     if status == 429:
         return OverloadedError(
             f"tier {tier!r}: the API takes no more requests now (429); try again later",

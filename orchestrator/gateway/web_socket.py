@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from asyncio import BaseTransport, TimerHandle
 from typing import Any
 
@@ -21,6 +22,9 @@ HANDSHAKE_S = 30.0
 
 _ERRORS = {error.status: error for error in (InvalidRequestError, UpgradeRequiredError)}
 _MAX_TEXT_CHARS = 200
+# uvicorn notes each handshake with its whole address, and some clients put their key there.
+_logger = logging.getLogger("uvicorn.error.web_socket")
+_logger.setLevel(logging.WARNING)
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
@@ -37,6 +41,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.conn.reject = self._reject  # type: ignore[method-assign]
 
     def connection_made(self, transport: BaseTransport) -> None:
+        self.logger = _logger
         super().connection_made(transport)
         self._handshake_timer = self.loop.call_later(self.handshake_s, self._end_handshake)
 

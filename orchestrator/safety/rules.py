@@ -34,7 +34,7 @@ class SafetyFilter(Protocol):
 
 # By what a secret of this kind has in it, so that most texts are done with a search for that; as their makers, or
 # their scanners for leaked secrets, publish the formats.
-_BEFORE = r"(?<![A-Za-z0-9_-])"
+_BEFORE = r"(?<![A-Za-z0-9])"  # names are put before keys with _ and -
 _SECRETS: tuple[tuple[str, str, str], ...] = (
     ("private_key", "-----BEGIN ", r"-----BEGIN [A-Z0-9 ]{0,32}PRIVATE KEY(?: BLOCK)?-----"),
     ("aws_key", "AKIA", _BEFORE + r"AKIA[A-Z2-7]{16}(?![A-Za-z0-9])"),
@@ -51,8 +51,13 @@ _SECRETS: tuple[tuple[str, str, str], ...] = (
     ("npm_token", "npm_", _BEFORE + r"npm_[A-Za-z0-9]{36}(?![A-Za-z0-9])"),
     ("pypi_token", "pypi-AgE", _BEFORE + r"pypi-AgE[A-Za-z0-9_-]{50,250}"),
     ("sendgrid_key", "SG.", _BEFORE + r"SG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}"),
-    ("jwt", ".eyJ", _BEFORE + r"eyJ[A-Za-z0-9_-]{8,512}\.eyJ[A-Za-z0-9_-]{8,64}"),  # as far as tells it
+    ("jwt", ".eyJ", r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{8,512}\.eyJ[A-Za-z0-9_-]{8,64}"),  # as far as tells it
     ("twilio_key", "SK", _BEFORE + r"SK[0-9a-f]{32}(?![A-Za-z0-9])"),
+    ("groq_key", "gsk_", _BEFORE + r"gsk_[A-Za-z0-9]{40,80}"),
+    ("xai_key", "xai-", _BEFORE + r"xai-[A-Za-z0-9]{60,120}"),
+    ("telegram_token", ":AA", _BEFORE + r"[0-9]{8,10}:AA[A-Za-z0-9_-]{33}(?![A-Za-z0-9_-])"),
+    ("docker_token", "dckr_pat_", _BEFORE + r"dckr_pat_[A-Za-z0-9_-]{27}"),
+    ("shopify_token", "shp", _BEFORE + r"shp(?:at|ca|pa|ss)_[A-Fa-f0-9]{32}"),
     # Without a prefix of its own: told by its name, and by the capitals that no hash in hexadecimal has.
     (
         "aws_secret",
@@ -70,7 +75,8 @@ MAX_CHARACTERS = 640
 _TOKEN = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.+/=-"
 _OPEN_SECRET = re.compile(
     r"(?:-----BEGIN [A-Z0-9 ]{0,48}-{0,5}"
-    r"|[sS](?:ecret|ECRET)[ _A-Za-z-]{0,12}[\"'`]?[ \t]{0,3}[:=>]{0,2}[ \t]{0,3}[\"'`]?[A-Za-z0-9/+]{0,40})\Z"
+    r"|[sS](?:ecret|ECRET)[ _A-Za-z-]{0,12}[\"'`]?[ \t]{0,3}[:=>]{0,2}[ \t]{0,3}[\"'`]?[A-Za-z0-9/+]{0,40}"
+    r"|[0-9]{8,10}:[A-Za-z0-9_-]{0,40})\Z"
 )
 
 # Digits in groups, as cards show them (4-4-4-4, 4-6-5, 4-4-4-4-3), or in one.
@@ -78,7 +84,7 @@ _DIGITS = re.compile(r"[0-9]+(?:[ -][0-9]+)*")
 _GROUP = re.compile(r"[0-9]+")
 _MIN_CARD, _MAX_CARD = 12, 19
 # Other gaps, those of tables, lists and decimals too: they count only all alike, between the groups of a card.
-_GAP = r"[./]|[ \t]{2,4}|[ \t]{0,2}\r?\n[ \t]{0,4}"
+_GAP = r"[./]|,[ \t]?|[ \t]?\|[ \t]?|[ \t]{2,4}|[ \t]{0,2}\r?\n[ \t]{0,4}"
 _GROUPED = re.compile(
     rf"(?<![0-9])(?:[0-9]{{4}}(?P<gap>{_GAP})[0-9]{{4}}(?P=gap)[0-9]{{4}}(?P=gap)[0-9]{{4}}"
     rf"(?P<last>(?P=gap)[0-9]{{3}})?(?![0-9])(?!(?P=gap)[0-9]{{4}}(?![0-9]))"
@@ -88,7 +94,9 @@ _GROUPED = re.compile(
 _COLUMN = re.compile(rf"(?<![0-9])[0-9]{{4}}(?:{_GAP})\Z")
 _REACH = 16  # characters of a group and a gap, and one more
 # The digits of a card and of the group behind it that may still come, and a gap that may be half.
-_OPEN_CARD = re.compile(rf"[0-9](?:(?:[ -]|{_GAP})?[0-9]){{0,23}}(?:[./-]|[ \t]{{0,4}}(?:\r?\n?[ \t]{{0,4}}))\Z")
+_OPEN_CARD = re.compile(
+    rf"[0-9](?:(?:[ -]|{_GAP})?[0-9]){{0,23}}(?:[./-]|,[ \t]?|[ \t]?\|[ \t]?|[ \t]{{0,4}}(?:\r?\n?[ \t]{{0,4}}))\Z"
+)
 # Digits of other scripts and widths, spaces and dashes (NFKC, and beyond): a character for a character.
 _FOREIGN = re.compile(
     "(?![0-9])\\d|[\u00a0\u2000-\u200a\u202f\u205f\u3000]|[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]|[\u2024\uff0e\uff0f]"

@@ -148,6 +148,7 @@ def test_nothing_but_the_key_says_whose_call_it_is(stack: Stack, keys: Keys) -> 
 
 
 def test_a_minutes_requests(stack: Stack, keys: Keys) -> None:
+    """Case R08."""
     key = keys.add("few", "--requests-per-minute", "3")
     for left, stream in ((2, False), (1, True)):
         answer = post(stack, key, messages=script(text="Hi"), stream=stream)

@@ -90,6 +90,23 @@ def test_code_and_tools_stay() -> None:
 
 
 @pytest.mark.parametrize(
+    "whole",
+    [
+        "~~~python\nprint(1). It is.\n\nx = 2\n~~~\n",
+        "~~~\nprint(1). It never ends.\n",
+        "    first = 1. It is.\n    second = 2\n\n    third = 3\n",
+        "\tfirst = 1. It is.\n\tsecond = 2\n",
+        "| a | b |\n|---|---|\n| One. Two. | 2 |\n| Three. | 4 |\n",
+    ],
+)
+def test_other_code_and_tables_stay(whole: str) -> None:
+    messages = talk(f"{FILLER}\n\n{whole}" + ("" if "never" in whole else f"\n{FILLER}"), "Yes.", "What is it?")
+    shorter = run(messages)
+    assert shorter is not None
+    assert whole.rstrip() in shorter[0].text() and len(shorter[0].text()) < len(messages[0].text())
+
+
+@pytest.mark.parametrize(
     "messages",
     [
         talk("What is this? " + FILLER),  # the last turn is the only one

@@ -210,6 +210,14 @@ def test_wrong_addresses_are_refused(text: Served, query: str, status: int, capl
     assert "without completing handshake" not in caplog.text, "a stranger's doing is no error of ours"
 
 
+@pytest.mark.parametrize("query", ["model=simple&api_key=rt-secret", "model=simple", "key=rt-secret"])
+def test_no_address_is_logged(locked: Served, query: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Some clients put their key there."""
+    with caplog.at_level("INFO"), pytest.raises(InvalidStatus):
+        locked.connect(f"?{query}")
+    assert "model=" not in caplog.text and "rt-secret" not in caplog.text
+
+
 def test_keys(locked: Served) -> None:
     with pytest.raises(InvalidStatus) as got, locked.connect():
         pass

@@ -73,6 +73,8 @@ async def attempt(gate: Gate, caller: Key, amount: Amount) -> Permit | None:
 
 
 def test_five_at_once_of_a_hundred_tokens_a_minute(make_ledgers: MakeLedgers) -> None:
+    """Case R05."""
+
     async def work() -> list[int]:
         caller = key(tokens_per_minute=100)
         asked = [58, 81, 40, 175, 60]
@@ -85,6 +87,20 @@ def test_five_at_once_of_a_hundred_tokens_a_minute(make_ledgers: MakeLedgers) ->
     granted = asyncio.run(work())
     assert granted and sum(granted) <= 100
     assert sum(granted) >= 58  # the first to come is not refused
+
+
+def test_first_requests_at_once_of_a_tiny_budget(make_ledgers: MakeLedgers) -> None:
+    """Case R06: of a key that nobody knew before, no reservation passes the sum."""
+
+    async def work() -> int:
+        caller = key(usd_per_day=0.000_001)
+        async with open_gates(make_ledgers) as gates:
+            permits = await asyncio.gather(
+                *(attempt(gates[index % 2], caller, Amount(1, 9, 900)) for index in range(8))
+            )
+        return sum(permit is not None for permit in permits)
+
+    assert asyncio.run(work()) == 1
 
 
 @pytest.mark.parametrize(

@@ -492,7 +492,8 @@ def test_who_asks_interactively_does_not_wait_with_a_batch_request(make_world: M
     async def work() -> None:
         tasks = []
         for name, label in (("slow", "runs"), ("slow", "first"), ("slow", "same"), ("everything", "same, now")):
-            script = {"text": label[:4], "itl_ms": 10}
+            # The first runs until all others wait.
+            script = {"text": label[:4] * (20 if label == "runs" else 1), "itl_ms": 10}
             tasks.append(asyncio.create_task(ask(name, label, script)))
             await asyncio.sleep(0.002)
         tasks.append(asyncio.create_task(ask("slow", "same, batch again", {"text": "same", "itl_ms": 10})))

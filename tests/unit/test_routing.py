@@ -936,9 +936,13 @@ def test_an_api_that_dies_after_its_first_token(make_world: MakeWorld, cloud: Fa
 def test_an_api_that_refuses_the_request_is_not_asked_again(make_world: MakeWorld, cloud: FakeCloud) -> None:
     """Cases V03 and R09."""
     cloud.reply = Reply([b"too long"], "400 Bad", "text/plain")
-    world, sink = ask_cloud(make_world, cloud, times=5)
+    world, sink = ask_cloud(make_world, cloud, times=5, model="expert")
     assert isinstance(sink.error, InvalidRequestError)
     assert (world.engines.asked, len(cloud.got)) == ([], 5)
+    assert world.dispatch.breaker_states()["expert"] == "closed"
+    cloud.got.clear()
+    world, sink = ask_cloud(make_world, cloud)  # whoever names no tier is not to suffer from one's rules
+    assert (rt(sink)["tier"], world.engines.asked, len(cloud.got)) == ("simple", ["small"], 1)
     assert world.dispatch.breaker_states()["expert"] == "closed"
 
 

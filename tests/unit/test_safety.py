@@ -43,6 +43,11 @@ SECRETS = {
     "jwt": "eyJ" + "hbGciOiJIUzI1NiJ9" + ".eyJ" + "zdWIiOiIxMjM0NTY3ODkwIn0" + ".s" * 8,
     "our_key": "rt-" + "k" * 43,
     "twilio_key": "SK" + "0123456789abcdef" * 2,
+    "groq_key": "gsk_" + "a1B2" * 13,
+    "xai_key": "xai-" + "a1B2" * 20,
+    "telegram_token": "123456789:AA" + "b" * 33,
+    "docker_token": "dckr_pat_" + "c" * 27,
+    "shopify_token": "shpat_" + "0123456789abcdef" * 2,
     "aws_secret": "secretAccessKey: " + "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
 }
 
@@ -61,6 +66,12 @@ def test_secrets_are_found_wherever_they_stand(kind: str) -> None:
         (finding,) = RuleFilter().find(text)
         assert finding.kind == kind
         assert SECRETS[kind].startswith(text[finding.start : finding.end])
+
+
+@pytest.mark.parametrize("kind", sorted(set(SECRETS) - {"jwt", "private_key", "aws_secret"}))
+def test_a_name_before_it_hides_no_secret(kind: str) -> None:
+    for before in ("key_", "my-", "für "):
+        assert kinds(f"It is {before}{SECRETS[kind]}.") == [kind]
 
 
 def test_our_own_keys_are_among_them() -> None:
@@ -115,6 +126,8 @@ def test_what_only_looks_like_a_secret_is_left_alone(text: str) -> None:
         "4111  1111  1111  1111",
         "4111.1111.1111.1111",
         "4111/1111/1111/1111",
+        "4111, 1111, 1111, 1111",
+        "4111 | 1111 | 1111 | 1111",
         "4111\u20111111\u20111111\u20111111",
         "4111\u202f1111\u202f1111\u202f1111",
         "3782  822463  10005",
