@@ -53,6 +53,10 @@ class Gate:
         """By the header `authorization` and nothing else; raises `UnauthorizedError`."""
         return EVERYBODY if self._keyring is None else self._keyring.find(call.parameters.get(AUTHORIZATION))
 
+    def may_keep_text(self, tenant: str) -> bool:
+        """Whether a tenant's text may be kept, by the keys that it has now."""
+        return EVERYBODY.keep_text if self._keyring is None else self._keyring.may_keep_text(tenant)
+
     def count(self, error: ApiError) -> None:
         """Note that a request ended with `error`, if it was for a limit."""
         if isinstance(error, _REFUSALS):

@@ -165,6 +165,13 @@ class Keyring:
             raise UnauthorizedError("authorization: not a valid key; send the header `Authorization: Bearer <key>`")
         return key
 
+    def may_keep_text(self, tenant: str) -> bool:
+        """Whether a key of this tenant allows it now."""
+        if (version := self._look()) != self._version:
+            self._version = version
+            self._reload()
+        return any(key.tenant == tenant and key.keep_text for key in self._keys.values())
+
     def _look(self) -> tuple[int, int, int] | None:
         """What changes with the file; None when it is not there."""
         try:

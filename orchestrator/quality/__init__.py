@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from orchestrator.config import QualityPolicy, Tiers
@@ -18,7 +18,9 @@ from orchestrator.redis_address import REDIS_VARIABLE, explained
 FOLDER_VARIABLE = "TRITON_REALTIME_RUN_DIR"
 
 
-def create_quality(tiers: Tiers, embed: Embed, environ: Mapping[str, str]) -> Quality | None:
+def create_quality(
+    tiers: Tiers, embed: Embed, environ: Mapping[str, str], may_keep: Callable[[str], bool] = lambda tenant: True
+) -> Quality | None:
     """None without a table `[quality]`; raises `ConfigError` for a Redis that cannot be used.
 
     Redis need not be there: nothing connects yet.
@@ -35,6 +37,7 @@ def create_quality(tiers: Tiers, embed: Embed, environ: Mapping[str, str]) -> Qu
         embed,
         store=create_store(policy, prints, folder, environ.get(REDIS_VARIABLE, "")),
         cases=Cases(None if folder is None else folder / CASES_FILE, policy.keep_days),
+        may_keep=may_keep,
     )
 
 

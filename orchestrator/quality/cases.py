@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -81,6 +81,13 @@ class Cases:
 
     def forget_old(self, now_s: float) -> None:
         kept = [case for case in self._cases if now_s - case.at_s < self._keep_s]
+        self._is_changed |= len(kept) != len(self._cases)
+        self._cases = kept
+
+    def forget_others(self, may_keep: Callable[[str], bool]) -> None:
+        """Those of tenants that do not, or no longer, allow it."""
+        allowed = {tenant: may_keep(tenant) for tenant in {case.tenant for case in self._cases}}
+        kept = [case for case in self._cases if allowed[case.tenant]]
         self._is_changed |= len(kept) != len(self._cases)
         self._cases = kept
 

@@ -82,7 +82,9 @@ class Quality:
         store: Store | None = None,
         cases: Cases | None = None,
         clock: Callable[[], float] = time.time,
+        may_keep: Callable[[str], bool] = lambda tenant: True,
     ) -> None:
+        """`may_keep` says whether a tenant's text may be kept, as it is now."""
         self.monitor = monitor
         self.dropped: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self.nano_usd = 0  # what asking again has cost
@@ -93,6 +95,7 @@ class Quality:
         self._store = store or FileStore(None)
         self._cases = Cases(None, policy.keep_days) if cases is None else cases
         self._clock = clock
+        self._may_keep = may_keep
         self._random = random.Random(policy.seed)
         self._pending: deque[Answered] = deque()
         self._has_pending = asyncio.Event()
@@ -184,6 +187,7 @@ class Quality:
             self._is_changed = not await self._guard(self._store.save(self.monitor.state()))
         if must_save:
             self._cases.forget_old(self._clock())
+            self._cases.forget_others(self._may_keep)
             if (file := self._cases.take_changes()) is not None:
                 await self._guard(asyncio.to_thread(self._cases.write, file))
 

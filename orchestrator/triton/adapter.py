@@ -82,7 +82,7 @@ class OrchestratorModel:
         self._store_errors: Counter[str] = Counter()
         if tiers.cache is not None or tiers.quality is not None or any(tier.compression for tier in tiers.tier):
             self._embedder = GrpcEmbedder(root, url)
-            self._quality = create_quality(tiers, self._embedder, os.environ)
+            self._quality = create_quality(tiers, self._embedder, os.environ, self._gate.may_keep_text)
         if tiers.cache is not None:
             assert self._embedder is not None
             self._metrics = CacheMetrics()

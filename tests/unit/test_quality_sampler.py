@@ -17,6 +17,8 @@ from cache_stores import run
 from build.render import to_toml
 from orchestrator.__main__ import main
 from orchestrator.config import ConfigError, QualityPolicy, Tiers, load_tiers
+from orchestrator.limits.gate import Gate
+from orchestrator.limits.keys import Keyring, digest_of
 from orchestrator.quality import FOLDER_VARIABLE, create_quality, create_store, fingerprints
 from orchestrator.quality.cases import CASES_FILE, MAX_CASE_BYTES, MAX_CASES, Case, Cases, make_case, training_lines
 from orchestrator.quality.clusters import Vector
@@ -259,6 +261,33 @@ def make(text: str = "q", at_s: float = 0.0, counts: bool = False) -> Case:
     case = make_case("acme", "simple", None, NAMES, [("user", text)], at_s)
     assert case is not None
     return case.model_copy(update={"counts": counts})
+
+
+def test_text_of_a_key_that_is_gone_goes_too(tmp_path: Path) -> None:
+    keyfile = tmp_path / "keys.json"
+    key = {"id": "k", "tenant": "acme", "digest": digest_of("k")}
+    keyfile.write_text(json.dumps({"keys": [{**key, "keep_text": True}]}))
+    gate = Gate(Keyring(keyfile))
+
+    async def check() -> None:
+        quality = Quality(
+            POLICY,
+            NAMES,
+            Monitor(POLICY, PRINTS),
+            by_first_letter,
+            cases=Cases(tmp_path / CASES_FILE, 30),
+            clock=lambda: 1.0,
+            may_keep=gate.may_keep_text,
+        )
+        quality._cases.add(make(SECRET))
+        await quality._sync(must_save=True)
+        assert SECRET in (tmp_path / CASES_FILE).read_text()
+        for keys in ([key], []):  # no longer allowed; revoked
+            keyfile.write_text(json.dumps({"keys": keys}))
+            await quality._sync(must_save=True)
+            assert SECRET not in (tmp_path / CASES_FILE).read_text()
+
+    asyncio.run(check())
 
 
 def test_cases_are_bounded_and_end() -> None:

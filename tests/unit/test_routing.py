@@ -675,9 +675,9 @@ def test_a_long_answer_of_one_tier_refuses_nobody_at_another(make_world: MakeWor
 
     async def work() -> None:
         await world.ask("easy", model="complex")
-        long = world.dispatch._backends["small"]
-        for pace in (long.paces["complex"], long.queue and long.queue.pace):
-            assert pace is not None
+        backend = world.dispatch._backends["small"]
+        assert backend.queue is not None
+        for pace in (backend.paces["complex"], backend.queue.pace):
             for _ in range(30):
                 pace.observe(0.02, 3.02, 301)
         late = error_of(await world.ask("easy", model="complex", **{"x-deadline-ms": "1500"}))
