@@ -575,7 +575,8 @@ def test_when_the_last_leaves_the_engine_stops(bench: Bench) -> None:
 def test_the_deadline_of_the_first_is_no_fault_of_those_who_came_with_him(bench: Bench) -> None:
     for last in ("six", "seven", "eight", "nine", "ten"):  # so that it is known how long one takes
         bench.ask(script(text=f"one two three four five {last}", itl_ms=30))
-    hasty, patient, other = bench.call(SLOW), bench.call(SLOW, stream=True), bench.call(SLOW)
+    # By name: of another tier nothing is known yet, so "auto" would try that.
+    hasty, patient, other = (bench.call(SLOW, model="simple", stream=number == 1) for number in range(3))
     hasty[0].parameters = {"x-deadline-ms": "60"}
     fly(bench, [hasty, patient, other])
     assert isinstance(hasty[1].error, OverloadedError) and "the deadline cannot be met" in str(hasty[1].error)
