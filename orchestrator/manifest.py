@@ -74,6 +74,15 @@ class Parameters(_Part):
         """GPUs of one instance."""
         return self.tp_size * self.pp_size
 
+    @property
+    def max_draft_len(self) -> int:
+        """The most draft tokens of one request in one step: the builder makes room for them."""
+        draft = self.speculation if isinstance(self.speculation, dict) else {}
+        if draft.get("method") == "lookahead":  # of a window and branches, as TensorRT-LLM counts them
+            width, ngram_size = draft["window_size"] - 1 + draft["verification_set_size"], draft["ngram_size"]
+            return int(max(ngram_size - 2, 0) + width * (ngram_size - 1))
+        return int(draft.get("max_draft_len", 0))
+
 
 class TritonModel(_Part):
     """The settings of one Triton model."""
@@ -176,4 +185,4 @@ def read_manifest(root: Path) -> Manifest:
         ) from None
     except ValidationError as error:
         faults = "\n".join(f"{path}: {line}" for line in describe(error))
-        raise ConfigError(f"{faults}\nfix: build the artifact again with --force") from None
+        raise ConfigError(f"{faults}\nfix: python -m build --target {root.name} --force") from None

@@ -118,9 +118,9 @@ def _find_pool_faults(root: Path, manifest: Manifest, engine: TrtllmEngine) -> I
 
 
 def longest_sequence(engine: TrtllmEngine) -> int:
-    """The tokens that the longest sequence takes, in whole blocks."""
+    """The tokens that the longest sequence takes, drafts included, in whole blocks."""
     block = max(engine.parameters.tokens_per_block, 1)
-    return math.ceil(engine.parameters.max_seq_len / block) * block
+    return math.ceil((engine.parameters.max_seq_len + engine.parameters.max_draft_len) / block) * block
 
 
 def pool_tokens(root: Path, engine: TrtllmEngine) -> int | None:

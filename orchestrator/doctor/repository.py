@@ -6,6 +6,7 @@ protobuf or JSON error, or take a default.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,11 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from orchestrator.doctor.findings import Finding
-from orchestrator.manifest import MODEL_REPOSITORY, Manifest
+from orchestrator.manifest import MODEL_REPOSITORY, Manifest, Parameters
 
 CHECK = "config"
 TENSORRT_LLM = "tensorrtllm"
+POLICIES = ("guaranteed_no_evict", "max_utilization")
 # Parameters of backend `tensorrtllm` that hold a number or a boolean; empty, most of them silently are the default, and
 # a few end in an error that does not name them.
 NUMERIC = frozenset(
@@ -79,8 +81,16 @@ def _find_faults(root: Path, name: str, manifest: Manifest) -> Iterator[Finding]
         elif config.backend == TENSORRT_LLM and key in NUMERIC and not given.strip():
             yield Finding(CHECK, f"{path}: parameters.{key} is empty", "a number or a boolean", fix)
     row = manifest.row.models.get(name)
+    if row is not None:
+        is_llmapi = row.parameters is not None and row.parameters.runtime == "llmapi"
+        wanted = {"name": name, "backend": row.backend, "max_batch_size": 0 if is_llmapi else row.max_batch_size}
+        for field, value in wanted.items():
+            if (found := getattr(config, field)) != value:
+                yield Finding(CHECK, f"{path}: {field} is {found!r}", f"{value!r}, the row's", fix)
     if row is not None and row.parameters is not None and row.parameters.engine == "tensorrt_llm":
         yield from _find_engine_faults(path, config, row.instance_count, fix)
+        if config.backend == TENSORRT_LLM:
+            yield from _find_parameter_faults(path, config, name, row.parameters, fix)
 
 
 def _find_unfilled(path: Path, text: str, fix: str) -> Iterator[Finding]:
@@ -93,6 +103,40 @@ def _find_unfilled(path: Path, text: str, fix: str) -> Iterator[Finding]:
         field = re.match(r"\s*([a-z_]+)\s*:", line)
         what = key if field is None or field[1] == "string_value" else field[1]
         yield Finding(CHECK, f"{path}:{number}: {what}: {variable[0]} was never filled in", "a value", fix)
+
+
+def _find_parameter_faults(path: Path, config: Any, name: str, row: Parameters, fix: str) -> Iterator[Finding]:
+    """Of NVIDIA's C++ backend; a number that is none has been told already where it is empty."""
+    given = {key: value.string_value for key, value in config.parameters.items()}
+    ids, size = row.gpu_device_ids, row.world_size
+    groups = ";".join(",".join(map(str, ids[start : start + size])) for start in range(0, len(ids), size))
+    wanted = {"gpt_model_path": f"{MODEL_REPOSITORY}/{name}/1/engine", "gpu_device_ids": groups}
+    for key, value in wanted.items():
+        if given.get(key) != value:
+            yield Finding(CHECK, f"{path}: parameters.{key} is {given.get(key)!r}", f"{value!r}, the row's", fix)
+    for key in ("tokenizer_dir", "guided_decoding_backend", "xgrammar_tokenizer_info_path"):
+        if key not in given:
+            yield Finding(
+                CHECK, f"{path}: parameters.{key} is missing", "there, even if empty: else no engine loads", fix
+            )
+    policy = given.get("batch_scheduler_policy")
+    if policy not in POLICIES:
+        yield Finding(CHECK, f"{path}: parameters.batch_scheduler_policy is {policy!r}", " or ".join(POLICIES), fix)
+    for key in sorted(NUMERIC & given.keys()):
+        text = given[key].strip()
+        if text and text not in ("true", "false") and not _is_number(text):
+            yield Finding(CHECK, f"{path}: parameters.{key} is {text!r}", "a number or a boolean", fix)
+    fraction = given.get("kv_cache_free_gpu_mem_fraction", "")
+    if _is_number(fraction) and not 0 < float(fraction) <= 1:
+        what = f"{path}: parameters.kv_cache_free_gpu_mem_fraction is {fraction}"
+        yield Finding(CHECK, what, "above 0, up to 1: the planned share of what is free", fix)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _find_engine_faults(path: Path, config: Any, instance_count: int, fix: str) -> Iterator[Finding]:

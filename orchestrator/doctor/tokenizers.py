@@ -37,9 +37,12 @@ def _find_faults(root: Path, manifest: Manifest, tier: Tier) -> list[Finding]:
         ids = _read_ids(json.loads((folder / "tokenizer.json").read_bytes()))
         settings = json.loads((folder / "tokenizer_config.json").read_bytes())
         eos = settings.get("eos_token")
+        eos = eos["content"] if isinstance(eos, dict) else eos
+        if not isinstance(eos, str | None) or not all(isinstance(number, int) for number in ids.values()):
+            raise TypeError("eos_token is no text, or an id is no number")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [Finding(CHECK, f"{folder}: not a tokenizer: {error!r}", "what the build wrote", manifest.rebuild)]
-    return list(_find_mismatches(folder, manifest, tier, ids, eos["content"] if isinstance(eos, dict) else eos))
+    return list(_find_mismatches(folder, manifest, tier, ids, eos))
 
 
 def _read_ids(tokenizer: dict[str, Any]) -> dict[str, int]:

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_targets import MODELS, render, with_onnx
+from gpu_targets import MODELS, SPECULATION, render, vary, with_onnx
 from standins.dress import seal, write_engine, write_plan
 
 from build.rows import load_models, load_target
 from orchestrator.doctor import files
-from orchestrator.doctor.engines import check_graphs
+from orchestrator.doctor.engines import check_graphs, longest_sequence
 from orchestrator.doctor.examination import examine
 from orchestrator.doctor.files import Verified, find_file_faults
 from orchestrator.doctor.findings import Finding
 from orchestrator.doctor.hardware import check_backends
 from orchestrator.doctor.machine import GpuFacts, ThisMachine
 from orchestrator.doctor.repository import NUMERIC
-from orchestrator.manifest import Manifest, read_manifest
+from orchestrator.manifest import Manifest, TritonModel, TrtllmEngine, read_manifest
 from orchestrator.triton.artifact import open_artifact
 from orchestrator.triton.doctor import check_health
 from orchestrator.triton.process import StartError
@@ -237,12 +237,63 @@ def test_the_numbers_are_nvidia_s() -> None:
         ('"model_repository/llm_small/1/engine"', '"/work/engine"', "is '/work/engine', a path of one machine; wanted"),
         ("decoupled: true", "decoupled: false", "model_transaction_policy.decoupled is false; wanted: true"),
         ("count: 1", "count: 2", "instance_group.count is 2; wanted: 1, the row's"),
+        ("max_batch_size: 64", "max_batch_size: 999", "max_batch_size is 999; wanted: 64, the row's"),
+        ('name: "llm_small"', 'name: "other"', "name is 'other'; wanted: 'llm_small', the row's"),
+        ('backend: "tensorrtllm"', 'backend: "nope"', "backend is 'nope'; wanted: 'tensorrtllm', the row's"),
+        (
+            "model_repository/llm_small/1",
+            "model_repository/llm_large/1",
+            "gpt_model_path is 'model_repository/llm_large",
+        ),
+        ('"guided_decoding_backend"', '"guided"', "guided_decoding_backend is missing; wanted: there, even if empty"),
+        ('"guaranteed_no_evict"', '"whatever"', "batch_scheduler_policy is 'whatever'; wanted: guaranteed_no_evict or"),
     ],
 )
 def test_a_wrong_configuration(l4: Path, old: str, new: str, message: str) -> None:
     edit(config_of(l4), old, new)
     seal(l4)
     assert message in faults(l4)[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("max_tokens_in_paged_kv_cache", "abc", "'abc'; wanted: a number or a boolean"),
+        ("kv_cache_free_gpu_mem_fraction", "2.5", "2.5; wanted: above 0, up to 1"),
+        ("gpu_device_ids", "5", "'5'; wanted: '0', the row's"),
+    ],
+)
+def test_a_wrong_parameter(l4: Path, key: str, value: str, message: str) -> None:
+    path = config_of(l4)
+    found = re.search(rf'"{key}"\s+value \{{\s+string_value: ("[^"]*")', path.read_text())
+    assert found is not None
+    edit(path, found[0], found[0].replace(found[1], f'"{value}"'))
+    seal(l4)
+    assert faults(l4)[0].startswith(f"{path}: parameters.{key} is {message}")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"eos_token": {"x": 1}}),
+        ("tokenizer_config.json", {"eos_token": ["x"]}),
+        ("tokenizer.json", {"model": {"vocab": {"a": "b"}}, "added_tokens": []}),
+    ],
+)
+def test_an_odd_tokenizer(l4: Path, file: str, content: dict[str, Any]) -> None:
+    folder = l4 / "model_repository" / "llm_small" / "1" / "tokenizer"
+    (folder / file).write_text(json.dumps(content))
+    seal(l4)
+    assert only(faults(l4)).startswith(f"{folder}: not a tokenizer: ")
+
+
+@pytest.mark.parametrize(("method", "tokens"), [(None, 8192), ("draft_target", 8224), ("lookahead", 8288)])
+def test_the_longest_sequence_has_its_drafts(method: str | None, tokens: int) -> None:
+    target, _ = vary("l4", speculation=SPECULATION[method] if method else None, max_num_tokens=4096)
+    settings, parameters = target.trtllm_engines["llm_large"]
+    row = TritonModel.model_validate(settings.model_dump())
+    assert row.parameters is not None and row.parameters.max_draft_len == parameters.max_draft_len
+    assert longest_sequence(TrtllmEngine(name="llm_large", settings=row, parameters=row.parameters)) == tokens
 
 
 def change_engine(artifact: Path, change: Callable[[dict[str, Any]], object]) -> None:
