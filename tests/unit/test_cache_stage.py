@@ -545,7 +545,7 @@ def test_when_the_last_leaves_the_engine_stops(bench: Bench) -> None:
 
 def test_the_deadline_of_the_first_is_no_fault_of_those_who_came_with_him(bench: Bench) -> None:
     bench.ask(script(text="one two three four five six", itl_ms=30))  # so that it is known how long one takes
-    hasty, patient, other = bench.call(SLOW), bench.call(SLOW, stream=True), bench.call(SLOW)
+    hasty, patient, other = (bench.call(SLOW, max_tokens=20, stream=stream) for stream in (False, True, False))
     hasty[0].parameters = {"x-deadline-ms": "60"}
     fly(bench, [hasty, patient, other])
     assert isinstance(hasty[1].error, OverloadedError) and "the deadline cannot be met" in str(hasty[1].error)
