@@ -8,14 +8,12 @@ ends in a hash over the command, its inputs' hashes and the versions, so nothing
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +25,9 @@ from build.errors import BuildError
 from build.locks import lock
 
 LOG_TAIL_LINES = 15
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LIBC = ctypes.CDLL(None)
+# Asks to be killed when its parent ends (PR_SET_PDEATHSIG, linux/prctl.h), and becomes the command. Not `preexec_fn`:
+# that forks, which libraries with threads of their own, such as gRPC, do not survive.
+WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 CHECKOUT = Path(__file__).parents[1]
 
 
@@ -192,29 +191,20 @@ def _flat(origin: Mapping[str, Any]) -> list[str]:
     return [*pairs, *(f"{name} {version}" for name, version in sorted(origin["versions"].items()))]
 
 
-def _end_with_parent() -> None:
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _run(command: Sequence[str], log: Path, name: str, held: int) -> None:
     """Run `command`, which has the lock `held` too, so that nobody takes its folder while it writes."""
+    if shutil.which(command[0]) is None:
+        raise BuildError(f"{name}: {command[0]} is not on this machine; run the build inside the target's container")
     with log.open("wb") as sink:
-        try:
-            # In the cache: some tools leave files where they are started.
-            done = subprocess.run(
-                command,
-                cwd=log.parent,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                check=False,
-                pass_fds=(held,),
-                preexec_fn=_end_with_parent,
-            )
-        except FileNotFoundError:
-            raise BuildError(
-                f"{name}: {command[0]} is not on this machine; run the build inside the target's container"
-            ) from None
+        done = subprocess.run(
+            [sys.executable, "-IS", "-c", WITH_PARENT, *command],
+            cwd=log.parent,  # in the cache: some tools leave files where they are started
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            check=False,
+            pass_fds=(held,),
+        )
     if done.returncode:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
         raise BuildError(f"{name}: exit code {done.returncode}; all it said is in {log}; its last lines:\n{tail}")

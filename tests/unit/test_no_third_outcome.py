@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from build.commands import explain, list_commands
 from build.compiler import build
 from build.errors import BuildError
 from build.pairs import check_pairs
-from build.plan import make_plan
+from build.plan import Plan, make_plan
 from build.rows import HERE, TargetRow, load_models
 from orchestrator.config import ConfigError, check_toml, parse_toml
 
@@ -120,9 +120,14 @@ def outcomes(row: Mapping[str, Any], folder: Path) -> dict[str, str]:
         models = load_models(target)
     except (BuildError, ConfigError) as error:
         return {"rows": str(error)}
-    commands = {
+
+    def plan() -> Plan:
+        check_pairs(target, models)
+        return make_plan(target, models)
+
+    commands: dict[str, Callable[[], Any]] = {
         "--dry-run": lambda: list_commands(target, models, CACHE),
-        "plan": lambda: (check_pairs(target, models), make_plan(target, models))[1],
+        "plan": plan,
         "--explain": lambda: explain(target, models, folder / "none", CACHE),
         "--render-only": lambda: build(
             target, models, folder / "odd", cache=folder, progress=quiet, force=True, render_only=True
