@@ -49,7 +49,8 @@ def guess_language(text: str) -> Guess:
         return Guess("zh", True)
     if sum(letter > "\u024f" for letter in letters) * 2 > len(letters):
         return Guess(None, True)
-    if any(letter in _OTHERS for letter in text.lower()):
+    foreign = [word for word in _WORD.findall(text) if not _OTHERS.isdisjoint(word.lower())]
+    if any(text.isupper() or not word[0].isupper() for word in foreign):  # São Paulo is a name in every language
         return Guess(None, True)
     words = _WORD.findall(text.lower())
     votes = {language: float(sum(word in own for word in words)) for language, own in _VOTES.items()}

@@ -28,7 +28,7 @@ _OPERATION = re.compile(
 )
 _AROUND = ' .?"“”„«»`'
 _BEFORE, _AFTER = "¿¡'\"`“”‘’«»", ".,;:!?'\"`“”‘’«»…"
-_QUOTED = re.compile(r"\"[^\"]*\"|“[^”]*”|«[^»]*»|„[^“”]*[“”]|`[^`]*`")
+_QUOTED = re.compile(r"\"[^\"]*\"|“[^”]*”|«[^»]*»|„[^“”]*[“”]|`[^`]*`|(?<!\w)'[^']+'(?!\w)")
 _QUOTE = re.compile(r"[\"“”„«»`]|(?<!\w)'|'(?!\w)")
 # What stands behind such an order's colon, or behind "this sentence:", is what it is done to.
 _ORDER = re.compile(

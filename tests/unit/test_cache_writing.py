@@ -20,6 +20,7 @@ from orchestrator.cache.writing import rejecting_writing
         ("What does print(a[1:]) show?", "What does print(a[:1]) show?", "identifier"),
         ("What does ! mean in JavaScript?", "What does !! mean in JavaScript?", "identifier"),
         ("What does $? mean in bash?", "What does $! mean in bash?", "identifier"),
+        ("In SQL, what does LIKE 'an%' match?", "In SQL, what does LIKE '%an' match?", "words"),
         ("What does ls -l . do?", "What does ls -l .. do?", "identifier"),
         ("What speed is 100 Mbps good for?", "What speed is 100 MBps good for?", "identifier"),
         ("Is 5 mW enough?", "Is 5 MW enough?", "identifier"),
