@@ -5,6 +5,7 @@ All get what Triton has batched as one list of requests, and answer each by itse
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +15,11 @@ from orchestrator import contracts
 from orchestrator.embedding.encoder import Encoder
 from orchestrator.embedding.tokenizer import Ints, WordPieces
 from orchestrator.embedding.window import check_window
-from orchestrator.errors import InvalidRequestError
+from orchestrator.errors import InternalError, InvalidRequestError
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import fail, input_of, read_arguments, to_triton_error
+
+log = logging.getLogger("orchestrator.embedding")
 
 
 class EmbeddingTokenizerModel:
@@ -66,6 +69,9 @@ class EncoderModel:
                 input_of(request, contracts.EMBEDDING_INPUT_IDS),
                 input_of(request, contracts.ATTENTION_MASK),
             )
+            if fault := _find_fault(job):
+                fail(job.sender, InvalidRequestError(fault))
+                continue
             by_length.setdefault(job.input_ids.shape[1], []).append(job)
         for length, jobs in sorted(by_length.items()):
             for together in [jobs] if self._is_batched else [[job] for job in jobs]:
@@ -79,7 +85,17 @@ class EncoderModel:
                 fail(job.sender, error)
             return
         input_ids = np.concatenate([job.input_ids for job in jobs])
-        rows = self._encoder.encode(input_ids, np.concatenate([job.attention_mask for job in jobs]))
+        try:
+            rows = self._encoder.encode(input_ids, np.concatenate([job.attention_mask for job in jobs]))
+        except Exception:  # ONNX Runtime's own, of an id that the graph has no row for
+            if len(jobs) > 1:  # the others are well
+                for job in jobs:
+                    self._answer(length, [job])
+                return
+            name = contracts.EMBEDDING_INPUT_IDS.name
+            log.exception("%s could not be computed", name)
+            fail(jobs[0].sender, InternalError(f"{name}: could not be computed; the server's log says why"))
+            return
         parts = np.split(rows, np.cumsum([len(job.input_ids) for job in jobs])[:-1])
         for job, part in zip(jobs, parts):
             tensor = pb_utils.Tensor(self._output.name, part)
@@ -92,3 +108,15 @@ class _Job(NamedTuple):
     sender: Sender
     input_ids: Ints
     attention_mask: Ints
+
+
+def _find_fault(job: _Job) -> str | None:
+    """What is wrong with the shapes of a request, which would be its neighbours' in the batch too."""
+    shape, name = list(job.input_ids.shape), contracts.EMBEDDING_INPUT_IDS.name
+    if 0 in shape:
+        return f"{name}: shape {shape}; must be [texts, tokens] with at least one of each"
+    if job.attention_mask.shape != job.input_ids.shape:
+        return (
+            f"{contracts.ATTENTION_MASK.name}: shape {list(job.attention_mask.shape)}; must be that of {name}, {shape}"
+        )
+    return None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from orchestrator.contracts import TensorSpec
-from orchestrator.errors import InternalError
+from orchestrator.errors import InternalError, InvalidRequestError
 from orchestrator.onnx_session import open_session
 from orchestrator.triton.sender import Sender
 from orchestrator.triton.tensors import fail, input_of, read_arguments
@@ -47,6 +47,12 @@ class NetworkModel:
         by_size: dict[tuple[int, ...], list[_Job]] = {}
         for request in requests:
             job = _Job(Sender(request), input_of(request, self._given))
+            if 0 in job.images.shape:
+                shape = list(job.images.shape)
+                fail(
+                    job.sender, InvalidRequestError(f"{self._given.name}: shape {shape}; must hold at least one pixel")
+                )
+                continue
             by_size.setdefault(job.images.shape[1:3], []).append(job)
         for (height, width), jobs in sorted(by_size.items(), key=lambda item: item[0][0] * item[0][1]):
             for part in _split(jobs, self._max_batch_pixels // (height * width)):

@@ -124,3 +124,21 @@ def test_beyond_the_window_is_refused(encoder_model: EncoderModel) -> None:
     encoder_model.execute([too_long, fits])
     assert refusal(only_response(too_long))["param"] == "input_ids"
     assert not only_response(fits).has_error()
+
+
+def test_a_wrong_request_is_refused_by_itself(encoder_model: EncoderModel) -> None:
+    def request(ids: np.ndarray, mask: np.ndarray) -> Request:
+        return Request([Tensor("input_ids", ids), Tensor("attention_mask", mask)])
+
+    ones = np.ones((1, 16), np.int32)
+    good, unknown = tokens(16), request(ones * 1_000_000, ones)
+    empty, other = request(ones[:, :0], ones[:, :0]), request(ones, ones[:, :3])
+    encoder_model.execute([empty, good, unknown, other])
+    assert outputs(only_response(good))["embedding"].shape == (1, 384)
+    named = "must be [texts, tokens] with at least one of each"
+    assert refusal(only_response(empty))["message"] == f"input_ids: shape [1, 0]; {named}"
+    assert refusal(only_response(other))["message"].startswith(
+        "attention_mask: shape [1, 3]; must be that of input_ids"
+    )
+    error = only_response(unknown).error()
+    assert error is not None and "input_ids: could not be computed" in error.message()
