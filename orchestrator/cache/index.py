@@ -159,7 +159,9 @@ class _Graph:
         self._graph.remove(number)
 
     def nearest(self, vector: Vector, num: int) -> list[tuple[str, float]]:
-        found = self._graph.search(vector, _SPARE * num * self._num_added // len(self._numbers))
+        num_live = len(self._numbers)
+        num_asked = num if num_live == self._num_added else _SPARE * num * self._num_added // num_live
+        found = self._graph.search(vector, num_asked)
         live = (
             (self._keys[int(number)], 1.0 - float(distance))
             for number, distance in zip(found.keys, found.distances)
