@@ -5,13 +5,12 @@ Run as `python -m build.openvino_ir GGUF` it is that process: OpenVINO GenAI wri
 
 from __future__ import annotations
 
-import ctypes
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from build.errors import BuildError
+from build.products import with_parent
 
 FILES = tuple(f"openvino_{part}.{kind}" for part in ("model", "tokenizer", "detokenizer") for kind in ("xml", "bin"))
 
@@ -22,7 +21,7 @@ def write_openvino_ir(gguf: Path, folder: Path) -> None:
     link = folder / "model.gguf"
     link.symlink_to(gguf.absolute())
     done = subprocess.run(
-        [sys.executable, "-m", "build.openvino_ir", str(link.absolute())],
+        with_parent([sys.executable, "-m", "build.openvino_ir", str(link.absolute())]),
         cwd=Path(__file__).parent.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -51,6 +50,4 @@ def _convert(gguf: str) -> None:
 
 
 if __name__ == "__main__":
-    # PR_SET_PDEATHSIG = 1 (linux/prctl.h): a build that is killed leaves nobody writing.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     _convert(sys.argv[1])

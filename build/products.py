@@ -27,7 +27,7 @@ from build.locks import lock
 LOG_TAIL_LINES = 15
 # Asks to be killed when its parent ends (PR_SET_PDEATHSIG, linux/prctl.h), and becomes the command. Not `preexec_fn`:
 # that forks, which libraries with threads of their own, such as gRPC, do not survive.
-WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 CHECKOUT = Path(__file__).parents[1]
 
 
@@ -191,13 +191,18 @@ def _flat(origin: Mapping[str, Any]) -> list[str]:
     return [*pairs, *(f"{name} {version}" for name, version in sorted(origin["versions"].items()))]
 
 
+def with_parent(command: Sequence[str]) -> list[str]:
+    """`command`, to be killed when who started it ends: a build that is killed leaves nobody writing."""
+    return [sys.executable, "-IS", "-c", _WITH_PARENT, *command]
+
+
 def _run(command: Sequence[str], log: Path, name: str, held: int) -> None:
     """Run `command`, which has the lock `held` too, so that nobody takes its folder while it writes."""
     if shutil.which(command[0]) is None:
         raise BuildError(f"{name}: {command[0]} is not on this machine; run the build inside the target's container")
     with log.open("wb") as sink:
         done = subprocess.run(
-            [sys.executable, "-IS", "-c", WITH_PARENT, *command],
+            with_parent(command),
             cwd=log.parent,  # in the cache: some tools leave files where they are started
             stdin=subprocess.DEVNULL,
             stdout=sink,

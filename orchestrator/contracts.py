@@ -15,6 +15,7 @@ ORCHESTRATOR_MODEL = "orchestrator"
 
 # Where the orchestrator finds the gRPC service of its own server: set by `serve`, else Triton's default.
 GRPC_URL_VARIABLE = "TRITON_REALTIME_GRPC_URL"
+CUDA_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"  # NVIDIA's: the GPUs that a process may see, counted from 0 in it
 DEFAULT_GRPC_URL = "127.0.0.1:8001"
 DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
 

@@ -28,7 +28,6 @@ CHECKPOINT, TOKENIZER = "checkpoint", "tokenizer"
 WARM_UP_TOKENS = 64
 # vLLM takes a lower temperature for this one (`_MAX_TEMP` in its sampling_params.py) and complains in its log.
 MIN_TEMPERATURE = 0.01
-CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Settings(BaseModel):
@@ -178,7 +177,9 @@ def visible_devices(gpu_device_ids: list[int], visible: str) -> str:
         return ",".join(map(str, gpu_device_ids))
     devices = visible.split(",")
     if max(gpu_device_ids) >= len(devices):
-        raise ValueError(f"gpu_device_ids: {gpu_device_ids}, but {CUDA_VARIABLE}={visible} leaves {len(devices)}")
+        raise ValueError(
+            f"gpu_device_ids: {gpu_device_ids}, but {contracts.CUDA_DEVICES_VARIABLE}={visible} leaves {len(devices)}"
+        )
     return ",".join(devices[number] for number in gpu_device_ids)
 
 
@@ -187,7 +188,9 @@ def load_engine(settings: Settings, model_dir: Path, note_usage: Callable[[float
 
     `note_usage` hears after a step what share of the KV blocks requests hold.
     """
-    os.environ[CUDA_VARIABLE] = visible_devices(settings.gpu_device_ids, os.environ.get(CUDA_VARIABLE, ""))
+    os.environ[contracts.CUDA_DEVICES_VARIABLE] = visible_devices(
+        settings.gpu_device_ids, os.environ.get(contracts.CUDA_DEVICES_VARIABLE, "")
+    )
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -90,17 +90,18 @@ async def json_body(scope: Scope, receive: Receive, triton: TritonClient) -> Asy
     """The body of a request, unparsed; what is wrong with it the block raises.
 
     Raises `UnsupportedMediaTypeError` when it is not declared as JSON; where there are keys, what refuses a caller
-    without one, before a large body is read and in the place of what the block raises; and as `Room.read`.
+    without one, before a large body is read and in the place of what the block raises of a small one; and as
+    `Room.read`.
     """
     check_json(scope)
     length = int(dict(scope["headers"]).get(b"content-length", MAX_REQUEST_BYTES))
-    try:
-        if length <= SMALL_BODY_BYTES:
-            yield await read_body(scope, receive, MAX_REQUEST_BYTES)
-            return
+    if length > SMALL_BODY_BYTES:
         await triton.check(_ANY_RIGHT, forwarded_headers(scope))
         async with _json_room.read(scope, receive) as body:
             yield body
+        return
+    try:
+        yield await read_body(scope, receive, MAX_REQUEST_BYTES)
     except InvalidRequestError:
         await triton.check(_ANY_RIGHT, forwarded_headers(scope))
         raise

@@ -154,9 +154,7 @@ class Keyring:
 
     def find(self, authorization: str | None) -> Key:
         """Whose key `authorization` (the header, ``Bearer <key>``) holds; raises `UnauthorizedError`."""
-        if (version := self._look()) != self._version:  # a stat: 2 µs
-            self._version = version
-            self._reload()
+        self._follow_file()
         if authorization is None:
             raise UnauthorizedError("authorization: required; send the header `Authorization: Bearer <key>`")
         scheme, _, secret = authorization.partition(" ")
@@ -167,9 +165,7 @@ class Keyring:
 
     def may_keep_text(self, tenant: str) -> bool:
         """Whether a key of this tenant allows it now."""
-        if (version := self._look()) != self._version:
-            self._version = version
-            self._reload()
+        self._follow_file()
         return any(key.tenant == tenant and key.keep_text for key in self._keys.values())
 
     def _look(self) -> tuple[int, int, int] | None:
@@ -180,7 +176,10 @@ class Keyring:
             return None
         return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
-    def _reload(self) -> None:
+    def _follow_file(self) -> None:
+        if (version := self._look()) == self._version:  # a stat: 2 µs
+            return
+        self._version = version
         try:
             self._keys = {key.digest: key for key in read_keys(self._path).keys}
         except ConfigError as error:

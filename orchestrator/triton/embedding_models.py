@@ -5,7 +5,6 @@ All get what Triton has batched as one list of requests, and answer each by itse
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +14,9 @@ from orchestrator import contracts
 from orchestrator.embedding.encoder import Encoder
 from orchestrator.embedding.tokenizer import Ints, WordPieces
 from orchestrator.embedding.window import check_window
-from orchestrator.errors import InternalError, InvalidRequestError
+from orchestrator.errors import InvalidRequestError
 from orchestrator.triton.sender import Sender
-from orchestrator.triton.tensors import fail, input_of, read_arguments, to_triton_error
-
-log = logging.getLogger("orchestrator.embedding")
+from orchestrator.triton.tensors import fail, input_of, not_computed, read_arguments, to_triton_error
 
 
 class EmbeddingTokenizerModel:
@@ -92,9 +89,7 @@ class EncoderModel:
                 for job in jobs:
                     self._answer(length, [job])
                 return
-            name = contracts.EMBEDDING_INPUT_IDS.name
-            log.exception("%s could not be computed", name)
-            fail(jobs[0].sender, InternalError(f"{name}: could not be computed; the server's log says why"))
+            fail(jobs[0].sender, not_computed(contracts.EMBEDDING_INPUT_IDS.name))
             return
         parts = np.split(rows, np.cumsum([len(job.input_ids) for job in jobs])[:-1])
         for job, part in zip(jobs, parts):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,12 +10,10 @@ import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from orchestrator.contracts import TensorSpec
-from orchestrator.errors import InternalError, InvalidRequestError
+from orchestrator.errors import InvalidRequestError
 from orchestrator.onnx_session import open_session
 from orchestrator.triton.sender import Sender
-from orchestrator.triton.tensors import fail, input_of, read_arguments
-
-log = logging.getLogger("orchestrator.ocr")
+from orchestrator.triton.tensors import fail, input_of, not_computed, read_arguments
 
 
 class _Job(NamedTuple):
@@ -63,8 +60,7 @@ class NetworkModel:
         try:
             outputs = self._session.run(names, {self._given.name: np.concatenate([job.images for job in jobs])})
         except Exception:  # ONNX Runtime's own, of a size that the graph cannot take
-            log.exception("%s could not be computed", self._given.name)
-            error = InternalError(f"{self._given.name}: could not be computed; the server's log says why")
+            error = not_computed(self._given.name)
             for job in jobs:
                 fail(job.sender, error)
             return

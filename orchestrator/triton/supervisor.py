@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import ConfigError, load_tiers
+from orchestrator.contracts import CUDA_DEVICES_VARIABLE
 from orchestrator.inference_key import INFERENCE_KEY_VARIABLE, find_inference_key
 from orchestrator.limits.keys import KEYS_VARIABLE, read_keys
 from orchestrator.local_socket import SOCKETS_VARIABLE
@@ -39,7 +40,6 @@ from orchestrator.triton.reload import REQUEST_FILE, take_request, tell_outcome
 from orchestrator.triton.server import TritonInstall, TritonLaunch, find_triton, gather_backends, launch, shell_safe
 
 READY_FILE = "serve.json"
-_CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 # After one child died, the others' streams have lost what they need; it only has to tell its clients.
 _FAILURE_DRAIN_S = 5.0
 # Triton ends its in-flight requests itself after --exit-timeout-secs; this much later it counts as stuck.
@@ -245,7 +245,8 @@ class _Launcher:
             folder = self._run_dir / replica.name
             folder.mkdir(exist_ok=True)
             if (gpu := artifact.manifest.row.gpu) is not None:
-                environ[_CUDA_VARIABLE] = choose_gpus(replica.index, gpu.count, environ.get(_CUDA_VARIABLE, ""))
+                visible = environ.get(CUDA_DEVICES_VARIABLE, "")
+                environ[CUDA_DEVICES_VARIABLE] = choose_gpus(replica.index, gpu.count, visible)
         launched = launch(
             self._install,
             model_repository=root / artifact.model_repository.relative_to(artifact.root),

@@ -10,8 +10,10 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from orchestrator.contracts import TensorSpec
-from orchestrator.errors import ApiError
+from orchestrator.errors import ApiError, InternalError
 from orchestrator.triton.sender import Sender
+
+log = logging.getLogger("orchestrator.models")
 
 # Attributes of pb_utils are looked up when used: the stub adds the compiled ones only after importing the model.
 _CODE_NAMES = {
@@ -50,6 +52,12 @@ def read_arguments(args: dict[str, str]) -> tuple[dict[str, str], Path]:
 def input_of(request: Any, spec: TensorSpec) -> Any:
     """An input of a request, as numpy's array."""
     return pb_utils.get_input_tensor_by_name(request, spec.name).as_numpy()
+
+
+def not_computed(name: str) -> ApiError:
+    """For the caller of a graph that failed just now, of the input `name`; the log gets the graph's own words."""
+    log.exception("%s could not be computed", name)
+    return InternalError(f"{name}: could not be computed; the server's log says why")
 
 
 def fail(sender: Sender, error: ApiError) -> None:
